@@ -43,11 +43,12 @@ class WorkerPool:
     """Worker processes, started once, that run a function as ranks 0 to ``world_size - 1``.
 
     Starting a process and importing torch and Lightning takes seconds; a pool pays for it once. Workers are started
-    lazily up to the largest world asked for, with one thread each, and every run gets fresh process groups (Gloo), a
-    fresh rendezvous store on a port chosen by the system, and the environment that ``torchrun`` would set. After a
-    run, which works in the caller's folder with the caller's search path, each worker destroys its groups and takes
-    back changes to the environment, signal handlers and default dtype; each starts from the same random seed. What workers print goes to stderr. A process that outlives its limit or that dies takes
-    the pool down with it; the next run starts new workers. Workers end with the process that owns the pool.
+    lazily up to the largest world asked for, with one thread each. Every run gets fresh process groups (Gloo), a
+    fresh rendezvous store on a port chosen by the system, the environment that ``torchrun`` would set, the same
+    random seed, and the caller's folder and search path. After a run each worker destroys its groups and takes back
+    changes to the environment, signal handlers and default dtype. What workers print goes to stderr. A worker that
+    outlives its limit or that dies takes the pool down with it; the next run starts new workers. Workers end with
+    the process that owns the pool.
 
     A script that uses a pool needs the usual ``if __name__ == "__main__":`` guard, since workers are spawned.
 
@@ -68,8 +69,7 @@ class WorkerPool:
         self._folder = tempfile.TemporaryDirectory(prefix="lightning-dist-pool-")
         self._lock = threading.Lock()
         # atexit runs last in, first out: this comes before multiprocessing would wait for the workers.
-        reference = weakref.ref(self)
-        atexit.register(lambda: (pool := reference()) and pool.shutdown())
+        atexit.register(_shut_down, weakref.ref(self))
 
     def __enter__(self) -> WorkerPool:
         return self
@@ -181,6 +181,12 @@ class WorkerPool:
             self.shutdown()  # the call itself is over, only the next one needs workers
 
 
+def _shut_down(reference: weakref.ref[WorkerPool]) -> None:
+    pool = reference()
+    if pool is not None:
+        pool.shutdown()
+
+
 class _Worker:
     """One worker process as the pool sees it."""
 
@@ -218,7 +224,7 @@ class _Worker:
         self.process.join()
 
     def stack(self) -> str:
-        """The Python stacks of all its threads, written by the interpreter's fault handler (a held GIL is no hindrance)."""
+        """The Python stacks of all its threads, from the interpreter's fault handler: a held GIL is no hindrance."""
         assert self.process.pid is not None
         before = self.stack_file.stat().st_size
         with contextlib.suppress(ProcessLookupError):
@@ -289,7 +295,7 @@ def _list_of_ranks(failures: list[WorkerFailure]) -> str:
 
 def _check_importable(function: Callable[..., Any]) -> None:
     name = getattr(function, "__qualname__", None)
-    if not inspect.isroutine(function) and not inspect.isclass(function) or name is None:
+    if name is None or not (inspect.isroutine(function) or inspect.isclass(function)):
         raise ValueError(f"function={function!r} does not fit: give a function at the top level of a module.")
     if "<" in name:
         raise ValueError(

@@ -1,4 +1,4 @@
-"""The process on the other end of `WorkerPool`: imports torch and Lightning once, then runs one function after another."""
+"""The process on the other end of `WorkerPool`: imports torch and Lightning once, then runs what it is sent."""
 
 from __future__ import annotations
 
@@ -124,7 +124,7 @@ def _run(task: Task) -> Any:
             os.environ[name] = value
     sys.path[:] = task.search_path
     os.chdir(task.folder)
-    rank_zero_only.rank = task.rank
+    rank_zero_only.rank = task.rank  # type: ignore[attr-defined]
     function: Callable[..., Any]
     function, args, kwargs = pickle.loads(task.call)
     if task.init_process_group:
@@ -159,7 +159,7 @@ def _restored_state(environment: dict[str, str]) -> Iterator[None]:
         os.environ.update(environment)
         os.chdir(folder)
         sys.path[:] = search_path
-        rank_zero_only.rank = rank_zero_rank
+        rank_zero_only.rank = rank_zero_rank  # type: ignore[attr-defined]
         torch.set_default_dtype(default_dtype)
         torch.set_num_threads(1)
         torch.set_grad_enabled(True)

@@ -88,9 +88,9 @@ def groups_of_different_make(order):
 
     for _ in range(order):
         dist.new_group([0, 1])
-    mesh = init_device_mesh("cpu", (2,), mesh_dim_names=("shard",))
-    whole = DTensor.from_local(torch.ones(2) * (dist.get_rank() + 1), mesh, [Shard(0)])
-    return (whole + whole).redistribute(placements=[Replicate()]).to_local().tolist()
+    mesh = init_device_mesh("cpu", (2, 2), mesh_dim_names=("replicate", "shard"))
+    whole = DTensor.from_local(torch.ones(2) * (dist.get_rank() % 2 + 1), mesh, [Replicate(), Shard(0)])
+    return (whole + whole).redistribute(placements=[Replicate(), Replicate()]).to_local().tolist()
 
 
 def fit_with_lightning():
@@ -149,7 +149,7 @@ def test_env_sets_and_unsets_for_one_run(pool, monkeypatch, tmp_path):
 
 def test_meshes_of_an_earlier_run_are_forgotten(pool):
     for order in (0, 3, 1):
-        assert pool.run(groups_of_different_make, 2, order) == [[2.0, 2.0, 4.0, 4.0]] * 2
+        assert pool.run(groups_of_different_make, 4, order) == [[2.0, 2.0, 4.0, 4.0]] * 4
 
 
 def test_an_exception_names_the_rank_and_shows_its_traceback(pool):
