@@ -32,13 +32,13 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     return mesh[axes]._flatten(name)
 
 
-def replicate_module(module: nn.Module, *, mesh: DeviceMesh, mp_policy: Any) -> None:
+def replicate_module(module: nn.Module, *, mesh: DeviceMesh) -> None:
     """Whole copies on FSDP2's machinery: gradients are all-reduced as backward makes them (torch 2.13)."""
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate
     except ImportError as error:
         raise _missing("torch.distributed._composable.replicate_with_fsdp", "torch") from error
-    replicate(module, mesh=mesh, mp_policy=mp_policy)
+    replicate(module, mesh=mesh)
 
 
 def initialise_fsdp_root(module: nn.Module) -> None:
@@ -79,3 +79,102 @@ def clear_dtensor_caches() -> None:
     ):
         if clear is not None:
             clear()
+
+
+def epoch_metrics(trainer: Any) -> dict[str, Any]:
+    """What ``self.log`` has collected for the end of this epoch, by name (Lightning 2.6: ``trainer._results``)."""
+    results = trainer._results or {}
+    return {
+        name: metric
+        for name, metric in results.items()
+        if metric.is_tensor and metric.meta.on_epoch and not metric.meta.sync.rank_zero_only and not metric.has_reset
+    }
+
+
+def synchronise_metric(metric: Any) -> None:
+    """Computes an epoch's logged value over all ranks, as with ``sync_dist=True``, this once (Lightning 2.6)."""
+    sync = metric.meta.sync
+    if sync.should:
+        return
+    sync.should, metric._computed = True, None
+    try:
+        metric.compute()
+    finally:
+        sync.should = False
+
+
+def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) -> Any:
+    """Starts this script again once for each further rank of this node (Lightning 2.6)."""
+    from lightning.pytorch.strategies.launchers.subprocess_script import _SubprocessScriptLauncher
+
+    return _SubprocessScriptLauncher(environment, num_processes, num_nodes)
+
+
+def init_process_group(environment: Any, backend: str, timeout: datetime.timedelta, device: torch.device) -> None:
+    """Meets the other ranks at the cluster environment's address (Lightning 2.6: ``_init_dist_connection``)."""
+    from lightning.fabric.utilities.distributed import _init_dist_connection
+
+    device_id = device if device.type != "cpu" else None
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+
+
+def worker_init_function(rank: int) -> Any:
+    """Seeds a dataloader worker from its rank and number (Lightning: ``pl_worker_init_function``)."""
+    import functools
+
+    from lightning.fabric.utilities.seed import pl_worker_init_function
+
+    return functools.partial(pl_worker_init_function, rank=rank)
+
+
+def checkpoint_item_place(info: Any) -> tuple[str, int, int]:
+    """File name, first byte and length in bytes of one item of a distributed checkpoint (torch 2.11 to 2.13).
+
+    What `Metadata.storage_data` maps to belongs to torch's file writer and has no public type.
+    """
+    return info.relative_path, info.offset, info.length
+
+
+def pipeline_input(name: str, source: int, buffer: torch.Tensor, requires_grad: bool) -> Any:
+    """What a pipeline stage receives from a neighbour, and where it puts it (torch 2.13: ``stage._RecvInfo``)."""
+    from torch.distributed.pipelining._utils import _TensorMeta
+    from torch.distributed.pipelining.stage import _RecvInfo
+
+    return _RecvInfo(name, source, buffer, _TensorMeta(buffer.shape, buffer.stride(), buffer.dtype, requires_grad))
+
+
+def no_pipeline_input(name: str, source: int) -> Any:
+    """The place of a gradient that nobody sends, for a tensor that needs none (torch 2.13)."""
+    from torch.distributed.pipelining.stage import _RecvInfo
+
+    return _RecvInfo(name, source, None, None)
+
+
+def forward_only_schedule(stages: list[Any], microbatches: int, order: dict[int, list[tuple[int, int]]]) -> Any:
+    """torch's pipeline runtime with forward actions only (torch 2.13).
+
+    Its schedules' ``eval`` crashes where a rank holds both ends of a V, and its forward-only schedule knows one stage
+    for each rank.
+
+    Args:
+        stages: This rank's stages.
+        microbatches: Number of microbatches.
+        order: For each rank the (stage, microbatch) it runs, in order.
+    """
+    from torch.distributed.pipelining import schedules
+
+    runtime = schedules._PipelineScheduleRuntime(stages, microbatches)
+    actions = {
+        rank: schedules._add_unshard_reshard(
+            [schedules._Action(stage, schedules._ComputationType.FORWARD, microbatch) for stage, microbatch in todo]
+        )
+        for rank, todo in order.items()
+    }
+    owner = {stage: rank for rank, todo in order.items() for stage, _ in todo}
+    runtime.stage_index_to_group_rank = owner
+    for stage in stages:
+        stage.stage_index_to_group_rank = owner
+    runtime.pipeline_order_with_comms = schedules._add_send_recv(
+        actions, stage_to_rank=owner.__getitem__, num_stages=len(owner)
+    )
+    return runtime

@@ -1,0 +1,273 @@
+"""Writing a checkpoint: every rank its own shards and state, replicated tensors once, all of it or nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+from collections.abc import Generator
+from dataclasses import dataclass
+from datetime import UTC, datetime
+from typing import Any
+
+import torch
+from torch.distributed.checkpoint import FileSystemWriter, SavePlan
+from torch.distributed.checkpoint.filesystem import FileSystemBase
+from torch.distributed.checkpoint.storage import WriteResult
+
+from lightning_dist.checkpoint import commit
+from lightning_dist.checkpoint.format import (
+    DATA,
+    MANIFEST,
+    RANKS,
+    TRAINER_STATE,
+    CheckpointError,
+    ChecksummedWriter,
+    Commit,
+    FileRecord,
+    Manifest,
+    digest,
+    encode_manifest,
+    installed_versions,
+    rank_state_file,
+    write_file,
+)
+from lightning_dist.checkpoint.planner import SnapshotPlanner
+from lightning_dist.checkpoint.storage import PathLike, Storage, join, locate, split
+from lightning_dist.checkpoint.team import Team
+
+
+@dataclass
+class Snapshot:
+    """What one rank has to write. `error` is a failure to take it, raised on all ranks when they write together."""
+
+    planner: SnapshotPlanner | None = None
+    trainer_state: bytes = b""
+    rank_state: bytes | None = None
+    error: Exception | None = None
+
+    @classmethod
+    def take(
+        cls, tensors: dict[str, Any], trainer_state: dict[str, Any], rank_state: dict[str, Any] | None, first: bool
+    ) -> Snapshot:
+        """Plans what to write and pickles all that is not a tensor; tensors are referred to, not copied."""
+        try:
+            return cls(
+                planner=SnapshotPlanner(tensors),
+                trainer_state=_pickled(trainer_state) if first else b"",
+                rank_state=None if rank_state is None else _pickled(rank_state),
+            )
+        except Exception as error:
+            return cls(error=error)
+
+
+def save(
+    directory: PathLike,
+    tensors: dict[str, Any],
+    trainer_state: dict[str, Any],
+    *,
+    rank_state: dict[str, Any] | None = None,
+    info: dict[str, Any] | None = None,
+    group: Any = None,
+) -> None:
+    """Writes one checkpoint and returns when it is committed; to be called by every rank of `group`.
+
+    Args:
+        directory: The checkpoint's own directory, on storage that all ranks share; local or any fsspec path. A
+            checkpoint that is already there is replaced, and stays whole until the new one is committed.
+        tensors: Flat or nested dict of tensors, DTensors and plain values. Each rank gives what it holds, under names
+            that mean the same on every rank that has them; a shard held by several ranks is written by one.
+        trainer_state: Written as rank 0 gives it.
+        rank_state: What only this rank knows (random number generators, position in its data).
+        info: Plain values for the manifest. `step` is what messages and retention count in (`global_step` of the
+            trainer state where it is missing); `parameter_order` lists the parameter names in the order of the whole
+            model, where no rank holds it all.
+        group: CPU (Gloo) group for the exchanges; None is the default group, or a single process without one.
+
+    Raises:
+        CheckpointError: On every rank, naming the rank that failed and why. What was at `directory` is unchanged.
+
+    Collectives: one gather, one scatter, one gather and one broadcast of small objects on `group`.
+    """
+    team = Team(group)
+    snapshot = Snapshot.take(tensors, trainer_state, rank_state, team.is_first)
+    write_snapshot(directory, snapshot, complete_info(info, trainer_state), team)
+
+
+def complete_info(info: dict[str, Any] | None, trainer_state: dict[str, Any]) -> dict[str, Any]:
+    """The manifest's plain values, with the step taken from the trainer state where it is not given."""
+    return {"step": trainer_state.get("global_step")} | (info or {})
+
+
+def write_snapshot(directory: PathLike, snapshot: Snapshot, info: dict[str, Any], team: Team) -> Commit:
+    """Writes what each rank's snapshot holds and commits it; to be called by every rank of `team`."""
+    storage, path = locate(directory)
+    what = f"writing the checkpoint {directory}"
+    place: str | None = None
+
+    def local_plan() -> tuple[SavePlan, list[str]]:
+        if snapshot.error is not None:
+            raise snapshot.error
+        assert snapshot.planner is not None
+        return snapshot.planner.create_local_plan(), snapshot.planner.names
+
+    writer: _ShardWriter | None = None
+    index: Any = None
+    order: list[str] = []
+
+    def global_plan(found: list[tuple[SavePlan, list[str]]]) -> list[tuple[str, SavePlan]]:
+        nonlocal writer, index, place
+        commit.check_target(storage, path)
+        commit.recover(storage, path)
+        order.extend(dict.fromkeys(name for _, names in found for name in names))
+        assert snapshot.planner is not None
+        plans, index = snapshot.planner.create_global_plan([plan for plan, _ in found])
+        place = commit.place_to_write(storage, path)
+        for folder in (place, join(place, DATA), join(place, RANKS)):
+            storage.make_directory(folder)
+        writer = _ShardWriter(storage, join(place, DATA))
+        return [(place, plan) for plan in writer.prepare_global_plan(plans)]
+
+    def write_local() -> tuple[list[WriteResult], dict[str, FileRecord]]:
+        nonlocal writer
+        assert place is not None and snapshot.planner is not None
+        if not storage.is_directory(place) and storage.renames_atomically:
+            raise CheckpointError(f"{place} is not there: is {directory} on storage that all ranks share?")
+        writer = writer or _ShardWriter(storage, join(place, DATA))
+        results = writer.write(plan, snapshot.planner) if plan.items else []
+        records = {f"{DATA}/{name}": record for name, record in writer.records.items()}
+        if snapshot.rank_state is not None:
+            name = rank_state_file(team.rank)
+            records[name] = write_file(storage, join(place, name), snapshot.rank_state)
+        if team.is_first:
+            records[TRAINER_STATE] = write_file(storage, join(place, TRAINER_STATE), snapshot.trainer_state)
+        return results, records
+
+    def finish(found: list[tuple[list[WriteResult], dict[str, FileRecord]]]) -> Commit:
+        assert place is not None and writer is not None
+        writer.records.clear()
+        writer.finish(index, [results for results, _ in found])
+        records = {name: record for _, one in found for name, record in one.items()}
+        records |= {f"{DATA}/{name}": record for name, record in writer.records.items()}
+        _check_sizes(storage, place, records)
+        manifest = encode_manifest(
+            Manifest(
+                step=info.get("step"),
+                sequence=_next_sequence(storage, path),
+                world_size=team.world_size,
+                saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
+                files=records,
+                info=info,
+                parameter_order=tuple(info.get("parameter_order", order)),
+                versions=installed_versions(),
+            )
+        )
+        write_file(storage, join(place, MANIFEST), manifest)
+        for folder in (join(place, DATA), join(place, RANKS), place):
+            storage.sync_directory(folder)
+        made = Commit(digest(manifest), info.get("step"), _next_sequence(storage, path))
+        commit.publish(storage, place, path, made)
+        return made
+
+    try:
+        place, plan = team.scatter(what, local_plan, global_plan)
+        return team.reduce(what, write_local, finish)
+    except BaseException:
+        if team.is_first and place is not None:
+            with contextlib.suppress(OSError):
+                commit.clean_up(storage, place, path)
+        raise
+    finally:
+        if writer is not None:
+            writer.abandon()
+
+
+def _check_sizes(storage: Storage, place: str, records: dict[str, FileRecord]) -> None:
+    """Rank 0 must see every file that the others say they wrote: storage may not be shared, or not be what it seems."""
+    for name, record in records.items():
+        size = storage.size(join(place, name))
+        if size != record.size:
+            raise CheckpointError(
+                f"rank 0 sees {'no file' if size is None else f'{size} bytes of'} {name}, where {record.size} bytes "
+                f"were written: is {split(place)[0]} on storage that all ranks share?"
+            )
+
+
+def _next_sequence(storage: Storage, path: str) -> int:
+    """One more than that of any checkpoint beside `path`: their order, whatever clocks say and steps do."""
+    parent, _ = split(path)
+    highest = 0
+    for name in storage.names(parent):
+        with contextlib.suppress(CheckpointError, OSError):
+            highest = max(highest, commit.read_commit(storage, join(parent, name)).sequence)
+    return highest + 1
+
+
+def _pickled(state: dict[str, Any]) -> bytes:
+    stream = io.BytesIO()
+    torch.save(state, stream)
+    return stream.getvalue()
+
+
+class _ChecksummedFileSystem(FileSystemBase):
+    """What torch's writer sees: a folder whose files are hashed while they are written."""
+
+    def __init__(self, storage: Storage) -> None:
+        self.storage = storage
+        self.records: dict[str, FileRecord] = {}
+        self.open_files: list[ChecksummedWriter] = []
+
+    @contextlib.contextmanager
+    def create_stream(self, path: Any, mode: str) -> Generator[io.IOBase, None, None]:
+        assert mode == "wb"
+        stream = ChecksummedWriter(self.storage, str(path))
+        self.open_files.append(stream)
+        yield stream  # type: ignore[misc]  # it has the few methods that torch's writer calls
+        stream.close()
+        assert stream.record is not None
+        self.records[split(str(path))[1]] = stream.record
+
+    def concat_path(self, path: Any, suffix: str) -> str:
+        return join(str(path), suffix)
+
+    def rename(self, path: Any, new_path: Any) -> None:
+        self.storage.rename(str(path), str(new_path))
+        self.records[split(str(new_path))[1]] = self.records.pop(split(str(path))[1])
+
+    def init_path(self, path: Any) -> str:
+        return str(path)
+
+    def mkdir(self, path: Any) -> None:
+        self.storage.make_directory(str(path))
+
+    @classmethod
+    def validate_checkpoint_id(cls, checkpoint_id: Any) -> bool:
+        return True
+
+    def exists(self, path: Any) -> bool:
+        return self.storage.size(str(path)) is not None
+
+    def rm_file(self, path: Any) -> None:
+        self.storage.remove_file(str(path))
+
+
+class _ShardWriter(FileSystemWriter):
+    """torch's file writer on our storage; each file is synced by its stream as it is closed."""
+
+    def __init__(self, storage: Storage, path: str) -> None:
+        super().__init__(path, sync_files=False)
+        self.fs: Any = _ChecksummedFileSystem(storage)
+        self.path: Any = path
+
+    @property
+    def records(self) -> dict[str, FileRecord]:
+        return self.fs.records
+
+    def write(self, plan: SavePlan, planner: SnapshotPlanner) -> list[WriteResult]:
+        future = self.write_data(planner.finish_plan(plan), planner)
+        future.wait()
+        return future.value()
+
+    def abandon(self) -> None:
+        """Closes what an error left open."""
+        for stream in self.fs.open_files:
+            stream.abandon()
