@@ -32,13 +32,13 @@ def flatten_mesh(mesh: DeviceMesh, axes: tuple[str, ...], name: str) -> DeviceMe
     return mesh[axes]._flatten(name)
 
 
-def replicate_module(module: nn.Module, *, mesh: DeviceMesh) -> None:
+def replicate_module(module: nn.Module, *, mesh: DeviceMesh, ignored_params: set[nn.Parameter] | None = None) -> None:
     """Whole copies on FSDP2's machinery: gradients are all-reduced as backward makes them (torch 2.13)."""
     try:
         from torch.distributed._composable.replicate_with_fsdp import replicate
     except ImportError as error:
         raise _missing("torch.distributed._composable.replicate_with_fsdp", "torch") from error
-    replicate(module, mesh=mesh)
+    replicate(module, mesh=mesh, ignored_params=ignored_params)
 
 
 def initialise_fsdp_root(module: nn.Module) -> None:

@@ -162,6 +162,14 @@ class ParallelLayout:
         position = self.coordinate(rank)
         return position["replicate"] * self.shard_size + position["shard"]
 
+    def groups(self, axes: tuple[str, ...]) -> list[list[int]]:
+        """The ranks of the world in groups that differ only in ``axes``, each in order; arithmetic only."""
+        groups: dict[tuple[int, ...], list[int]] = {}
+        for rank in range(self.world_size):
+            position = self.coordinate(rank)
+            groups.setdefault(tuple(position[axis] for axis in MESH_AXES if axis not in axes), []).append(rank)
+        return list(groups.values())
+
     def build_mesh(self, device_type: str) -> DeviceMesh:
         """Builds the device mesh of the axes larger than 1; an axis of size 1 gets no process group.
 

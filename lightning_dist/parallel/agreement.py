@@ -1,0 +1,132 @@
+"""Ranks agree, or all of them learn which one does not: exchanges through the key-value store, never a collective.
+
+A collective can't be used where ranks may have taken different paths: it would pair with another one. The store
+can, and its waits are bounded. Nothing here runs on an ordinary step.
+"""
+
+from __future__ import annotations
+
+import datetime
+import json
+import threading
+import time
+from typing import Any
+
+import torch.distributed as dist
+
+CRASH_KEY = "lightning_dist/crash"
+
+
+class DisagreementError(RuntimeError):
+    """Ranks that should have done the same thing did not; the message is the same on all of them."""
+
+
+def agree(store: dist.Store, topic: str, value: str, rank: int, ranks: list[int], timeout: float) -> None:
+    """Returns if every rank of ``ranks`` posts the same ``value`` under ``topic``; raises on all of them otherwise.
+
+    Args:
+        store: The store that all ranks share.
+        topic: What is agreed on, unique for each occasion (a running number belongs into it).
+        value: What this rank has.
+        rank: This rank.
+        ranks: All ranks that take part.
+        timeout: Seconds to wait for the others.
+
+    Raises:
+        DisagreementError: Naming each value and the ranks that have it, or the ranks that did not come.
+    """
+    store.set(f"{topic}/{rank}", value)
+    deadline = time.monotonic() + timeout
+    values: dict[int, str] = {}
+    for other in ranks:
+        key = f"{topic}/{other}"
+        if _wait(store, key, deadline):
+            values[other] = store.get(key).decode()
+    missing = [other for other in ranks if other not in values]
+    if missing:
+        raise DisagreementError(
+            f"{_name(topic)}: {_listed(missing)} did not come to it within {timeout:.0f} s, while rank {rank} has"
+            f" {value}."
+        )
+    if len(set(values.values())) > 1:
+        by_value: dict[str, list[int]] = {}
+        for other, seen in values.items():
+            by_value.setdefault(seen, []).append(other)
+        parts = "; ".join(
+            f"{_listed(who)} {'have' if len(who) > 1 else 'has'} {seen}" for seen, who in by_value.items()
+        )
+        raise DisagreementError(f"{_name(topic)}: the ranks differ: {parts}.")
+
+
+def publish_crash(store: dist.Store, rank: int, error: BaseException, others: int, linger: float = 5.0) -> None:
+    """Tells the other ranks why this one stops, before its process ends and their connections with it.
+
+    Args:
+        store: The store that all ranks share; it dies with rank 0's process, so rank 0 waits for the others to read.
+        rank: This rank.
+        error: What it stops for.
+        others: How many other ranks there are.
+        linger: Seconds that rank 0 waits at most.
+    """
+    notice = json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"})
+    first = store.compare_set(CRASH_KEY, "", notice).decode() == notice
+    deadline = time.monotonic() + linger
+    while first and rank == 0 and store.add(f"{CRASH_KEY}/read", 0) < others and time.monotonic() < deadline:
+        time.sleep(0.02)
+
+
+class CrashWatch:
+    """Keeps the notice of a rank that crashed, read as soon as it is posted: later its store may be gone.
+
+    A daemon thread waits for the notice on a connection of its own; it uses no time and no collective.
+
+    Args:
+        store: The store that all ranks share.
+        rank: This rank.
+    """
+
+    def __init__(self, store: dist.Store, rank: int) -> None:
+        self._store, self._rank = store.clone(), rank
+        self._notice: dict[str, Any] | None = None
+        self._read = threading.Event()
+        self._stopped = False
+        threading.Thread(target=self._watch, name="lightning_dist crash watch", daemon=True).start()
+
+    def notice(self, timeout: float = 0.0) -> str | None:
+        """What another rank stopped for, as one sentence, or None if none has said so within ``timeout`` seconds."""
+        self._read.wait(timeout)
+        if self._notice is None or self._notice["rank"] == self._rank:
+            return None
+        return f"rank {self._notice['rank']} stopped the run: {self._notice['error']}"
+
+    def stop(self) -> None:
+        self._stopped = True
+
+    def _watch(self) -> None:
+        while not self._stopped:
+            try:
+                self._store.wait([CRASH_KEY], datetime.timedelta(seconds=2))
+            except dist.DistStoreError:
+                continue
+            except RuntimeError:
+                return  # The store's host has gone.
+            self._notice = json.loads(self._store.get(CRASH_KEY))
+            self._store.add(f"{CRASH_KEY}/read", 1)
+            self._read.set()
+            return
+
+
+def _wait(store: dist.Store, key: str, deadline: float) -> bool:
+    try:
+        store.wait([key], datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
+    except dist.DistError:
+        return False
+    return True
+
+
+def _name(topic: str) -> str:
+    return topic.removeprefix("lightning_dist/").split("#")[0]
+
+
+def _listed(ranks: list[int]) -> str:
+    return f"rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks))}"

@@ -1,0 +1,646 @@
+"""``HybridParallelStrategy``: any mix of data, tensor, pipeline, context and expert parallelism for one module."""
+
+from __future__ import annotations
+
+import datetime
+import os
+from collections.abc import Callable, Generator, Mapping
+from contextlib import contextmanager, nullcontext, suppress
+from functools import partial
+from typing import Any, Literal
+
+import torch
+import torch.distributed as dist
+from lightning.pytorch import LightningModule, Trainer
+from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.plugins.precision import MixedPrecision, Precision
+from lightning.pytorch.strategies import ParallelStrategy
+from lightning.pytorch.trainer.states import TrainerFn
+from lightning.pytorch.utilities.model_helpers import is_overridden
+from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torch.optim import Optimizer
+
+from lightning_dist import _compat
+from lightning_dist.layout import ParallelLayout
+from lightning_dist.parallel import agreement, data, gradients, loaders
+from lightning_dist.parallel import batch as batches
+from lightning_dist.parallel.activation import ActivationCheckpointing
+from lightning_dist.parallel.apply import ParallelModule, ParallelSettings, parallelise
+from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
+from lightning_dist.parallel.path_check import PathCheck
+from lightning_dist.plan import ModelPlan
+from lightning_dist.plan.units import find_units
+from lightning_dist.strategies import module_checkpoint
+from lightning_dist.strategies.evaluation import Evaluation, uncounted
+from lightning_dist.strategies.logged_values import EpochAgreement, LogCheck
+from lightning_dist.strategies.precision import HybridMixedPrecision
+
+BatchCheck = Literal["first", "always", "broadcast", "off"]
+
+STEPS = ("training_step", "validation_step", "test_step", "predict_step")
+DATA_AXES = ("replicate", "shard")
+FIRST_BATCHES = 3
+"""How many batches ``batch_check="first"`` compares."""
+
+STATE_NAME = "_lightning_dist"
+"""The one attribute that a module carries from a strategy: its :class:`ParallelModule`."""
+
+
+class HybridParallelStrategy(ParallelStrategy):
+    """Trains an unchanged LightningModule over a mesh of ranks, with the numbers of one device.
+
+    The loss that a step returns is taken as a mean over its batch. Losses and gradients are combined as
+    ``sum(weight * loss) / sum(weight)`` over accumulated batches and data ranks; the weight of a batch is its number of
+    samples, or what the module's ``loss_weight(batch)`` returns (the number of valid labels, say).
+
+    Mesh: see :class:`~lightning_dist.layout.ParallelLayout`. Each rank holds 1/shard of the parameters, gradients and
+    optimizer state. Collectives for an optimizer step, whatever the accumulation window: those of
+    :func:`~lightning_dist.parallel.data.shard_module`, one scalar for clipping, and one for the weights where data ranks
+    may differ in them.
+
+    Args:
+        data_parallel_replicate_size: Whole copies (HSDP when the shard size is above 1).
+        data_parallel_shard_size: Ranks over which FSDP2 shards; ``"auto"`` is what the other sizes leave of the world.
+        tensor_parallel_size: Ranks that share each layer.
+        context_parallel_size: Ranks that share each sequence.
+        pipeline_parallel_size: Ranks that hold consecutive stages.
+        expert_parallel_size: Ranks that share the experts, out of shard x context.
+        plan: Which module goes where; None finds it (``LightningModule.parallel_plan()``, the network's structure).
+        layout: The short form, such as ``"replicate=2,shard=2"``, instead of the sizes.
+        reshard_after_forward: True frees gathered parameters after forward (ZeRO-3), False keeps them until backward
+            (ZeRO-2), a number reshards to that many ranks; ``"auto"`` is True.
+        activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each unit of the plan.
+        compile: Whether to compile each unit of the plan.
+        batch_check: How ranks of one replica are kept to the same batch: ``"first"`` compares the first batches,
+            ``"always"`` every one, ``"broadcast"`` sends the first rank's, ``"off"`` trusts.
+        gradient_norm_type: The p of ``Trainer(gradient_clip_val=…)``'s norm: 1, 2, another positive number, or inf.
+        process_group_backend: ``"nccl"``, ``"gloo"``, …; None fits the device.
+        timeout: How long a collective may wait.
+
+    Raises:
+        ValueError: When the Trainer is made, before any process or group: a size, or another argument, does not fit.
+    """
+
+    def __init__(
+        self,
+        data_parallel_replicate_size: int = 1,
+        data_parallel_shard_size: int | Literal["auto"] = "auto",
+        tensor_parallel_size: int = 1,
+        context_parallel_size: int = 1,
+        pipeline_parallel_size: int = 1,
+        expert_parallel_size: int = 1,
+        plan: ModelPlan | None = None,
+        layout: str | ParallelLayout | None = None,
+        reshard_after_forward: data.ReshardAfterForward = "auto",
+        activation_checkpointing: ActivationCheckpointing = "none",
+        compile: bool = False,
+        batch_check: BatchCheck = "first",
+        gradient_norm_type: float = 2.0,
+        process_group_backend: str | None = None,
+        timeout: datetime.timedelta | float | None = None,
+    ) -> None:
+        super().__init__()
+        sizes = ParallelLayout(
+            replicate=data_parallel_replicate_size,
+            shard=data_parallel_shard_size,
+            tensor=tensor_parallel_size,
+            context=context_parallel_size,
+            pipeline=pipeline_parallel_size,
+            expert=expert_parallel_size,
+        )
+        if layout is not None:
+            if sizes != ParallelLayout():
+                raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")
+            sizes = ParallelLayout.parse(layout) if isinstance(layout, str) else layout
+        for axis in ("tensor", "context", "pipeline", "expert"):
+            if getattr(sizes, axis) > 1:
+                raise ValueError(
+                    f"{axis}_parallel_size={getattr(sizes, axis)} is not available yet; this version has the data axes"
+                    " (replicate, shard)."
+                )
+        _one_of("activation_checkpointing", activation_checkpointing, ("none", "full", "selective"))
+        _one_of("batch_check", batch_check, ("first", "always", "broadcast", "off"))
+        if not (isinstance(reshard_after_forward, bool | int) or reshard_after_forward == "auto"):
+            raise ValueError(
+                f"reshard_after_forward={reshard_after_forward!r} does not fit: True, False, a number, 'auto'."
+            )
+        if not gradient_norm_type > 0:
+            raise ValueError(f"gradient_norm_type={gradient_norm_type!r} does not fit: give a positive number or inf.")
+        self.layout = sizes
+        self.num_nodes = 1
+        self._plan = plan
+        self._settings = ParallelSettings(reshard_after_forward, activation_checkpointing, compile)
+        self._batch_check = batch_check
+        self._gradient_norm_type = gradient_norm_type
+        self._process_group_backend = process_group_backend
+        self._timeout = _as_timedelta(timeout)
+        self._mesh: DeviceMesh | None = None
+        self._data_group: dist.ProcessGroup | None = None
+        self._control_group: dist.ProcessGroup | None = None
+        self._data_control_group: dist.ProcessGroup | None = None
+        self._replica_control_group: dist.ProcessGroup | None = None
+        self._crash_watch: agreement.CrashWatch | None = None
+        self._parallel_module = ParallelModule(sizes, self._settings, {})
+        self._path_check: PathCheck | None = None
+        self._undefined: UndefinedGradients | None = None
+        self._evaluation = Evaluation()
+        self._padding = False
+        self._equal_batches = True
+        self._checked_batches = 0
+        self._loss_weights: LossWeights | None = None
+        self._loss_factor: Tensor | float = 1.0
+
+    def __repr__(self) -> str:
+        return (
+            f"<{type(self).__name__} {self.layout}: a strategy for the Trainer of the package `lightning`"
+            " (`from lightning.pytorch import Trainer`), not for that of `pytorch_lightning`>"
+        )
+
+    # --- environment -------------------------------------------------------------------------------------------------
+
+    @property
+    def is_distributed(self) -> bool:
+        """Whether Lightning injects distributed samplers and synchronises; not with one process."""
+        return self.world_size > 1
+
+    @property
+    def root_device(self) -> torch.device:
+        assert self.parallel_devices is not None
+        return self.parallel_devices[self.local_rank]
+
+    @property
+    def num_processes(self) -> int:
+        return len(self.parallel_devices) if self.parallel_devices is not None else 0
+
+    @property
+    def process_group_backend(self) -> str:
+        return self._process_group_backend or ("nccl" if self.root_device.type == "cuda" else "gloo")
+
+    @property
+    def distributed_sampler_kwargs(self) -> dict[str, Any]:
+        layout = self.layout.resolve(self.world_size)
+        return {"num_replicas": layout.data_size, "rank": layout.data_coordinate(self.global_rank)}
+
+    @property
+    def device_mesh(self) -> DeviceMesh:
+        """The mesh of the axes larger than 1, once the processes have met."""
+        if self._mesh is None:
+            raise RuntimeError("There is no device mesh: the processes have not met yet, or there is only one.")
+        return self._mesh
+
+    def set_world_ranks(self) -> None:
+        if self.cluster_environment is not None:
+            self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
+            self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
+        rank_zero_only.rank = self.global_rank
+
+    def _configure_launcher(self) -> None:
+        assert self.cluster_environment is not None
+        self.layout.resolve(self.world_size)
+        if not self.cluster_environment.creates_processes_externally and self.num_processes > 1:
+            self._launcher = _compat.subprocess_launcher(self.cluster_environment, self.num_processes, self.num_nodes)
+
+    def setup_environment(self) -> None:
+        super().setup_environment()
+        self.set_world_ranks()
+        self.layout = self.layout.resolve(self.world_size)
+        if self.world_size == 1:
+            return
+        assert self.cluster_environment is not None
+        _compat.init_process_group(
+            self.cluster_environment, self.process_group_backend, self._timeout, self.root_device
+        )
+        self._crash_watch = agreement.CrashWatch(_compat.default_store(), self.global_rank)
+        if self._mesh is None:
+            self._make_groups()
+
+    def _make_groups(self) -> None:
+        """The mesh's groups for tensors, and CPU groups of the same ranks for control, which must not mix with them."""
+        self._mesh = self.layout.build_mesh(self.root_device.type)
+        self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
+        sizes = self.layout.sizes()
+        if self.layout.data_size > 1:
+            axes = tuple(axis for axis in DATA_AXES if sizes[axis] > 1)
+            self._data_group = _compat.flatten_mesh(self._mesh, axes, "data").get_group()
+            self._data_control_group = self._cpu_group(DATA_AXES)
+        if self.layout.data_size < self.world_size:
+            self._replica_control_group = self._cpu_group(("pipeline", "context", "tensor"))
+
+    def _cpu_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
+        group, _ = dist.new_subgroups_by_enumeration(self.layout.groups(axes), timeout=self._timeout, backend="gloo")
+        return group
+
+    @property
+    def _patience(self) -> float:
+        """Seconds to wait in the store: less than a collective's limit, so that a reason comes before its timeout."""
+        return 0.8 * self._timeout.total_seconds()
+
+    @property
+    def precision_plugin(self) -> Precision:
+        if self._precision_plugin is None:
+            self._precision_plugin = Precision()
+        return self._precision_plugin
+
+    @precision_plugin.setter
+    def precision_plugin(self, plugin: Precision | None) -> None:
+        if type(plugin) is MixedPrecision:
+            plugin = HybridMixedPrecision.from_lightning(plugin)
+        self._precision_plugin = plugin
+
+    # --- model -------------------------------------------------------------------------------------------------------
+
+    @contextmanager
+    def tensor_init_context(self, empty_init: bool | None = None) -> Generator[None, None, None]:
+        """Builds modules on the meta device if ``empty_init``; they get memory unit by unit in :meth:`setup`."""
+        with torch.device("meta") if empty_init else nullcontext(), self.precision_plugin.tensor_init_context():
+            yield
+
+    def model_to_device(self) -> None:
+        assert self.lightning_module is not None
+        self.lightning_module.to(self.root_device)
+
+    def setup(self, trainer: Trainer) -> None:
+        """Turns the module into this rank's part of it, then makes its optimizers."""
+        assert self.accelerator is not None and self.lightning_module is not None
+        module = self.lightning_module
+        self._refuse_unsuited(trainer)
+        self.accelerator.setup(trainer)
+        self._parallelise(module)
+        self.model = module
+        self._connect_hooks(trainer, module)
+        if trainer.state.fn == TrainerFn.FITTING:
+            # An earlier fit may have left optimizers of parameters that no longer exist.
+            self._reset_optimizers_and_schedulers()
+            self.setup_optimizers(trainer)
+        self.setup_precision_plugin()
+
+    def _refuse_unsuited(self, trainer: Trainer) -> None:
+        for callback in trainer.callbacks:  # type: ignore[attr-defined]
+            if isinstance(callback, WeightAveraging) and self.world_size > 1:
+                raise ValueError(
+                    f"{type(callback).__name__} copies the whole model before it is sharded; use"
+                    " lightning_dist.callbacks.ShardedWeightAveraging, which averages shard by shard."
+                )
+
+    def _parallelise(self, module: LightningModule) -> None:
+        earlier: ParallelModule | None = module.__dict__.get(STATE_NAME)
+        if earlier is not None:
+            if (earlier.layout, earlier.settings) != (self.layout, self._settings):
+                raise ValueError(
+                    f"The module was made parallel before as {earlier.layout} with {earlier.settings}; it can't become"
+                    f" {self.layout} with {self._settings}. Make a new module and load a checkpoint."
+                )
+            self._parallel_module = earlier
+            return
+        plan = self._plan
+        if plan is None and callable(getattr(module, "parallel_plan", None)):
+            plan = module.parallel_plan()  # type: ignore[operator]
+        self._parallel_module = parallelise(
+            module,
+            find_units(module, plan),
+            self.layout,
+            self._mesh,
+            self.root_device,
+            self._settings,
+            convert=self.precision_plugin.convert_module,
+            roots=self._roots(module) if self.layout.data_size > 1 else [],
+            root_methods=[step for step in STEPS if is_overridden(step, module)],
+        )
+        module.__dict__[STATE_NAME] = self._parallel_module
+
+    def _roots(self, module: LightningModule) -> list[nn.Module]:
+        """What FSDP2 sees as outermost: the module, so that its steps may use any part of it; its parts where a step
+        calls backward by itself, for FSDP2 must have left the root's forward by then."""
+        if module.automatic_optimization:
+            return [module]
+        loose = [name for name, _ in module.named_parameters(recurse=False)]
+        if loose:
+            raise ValueError(
+                f"{type(module).__name__} uses manual optimization and holds parameters itself ({', '.join(loose)}),"
+                " which can't be sharded; put them into a submodule."
+            )
+        return [child for child in module.children() if any(True for _ in child.parameters())]
+
+    def _connect_hooks(self, trainer: Trainer, module: LightningModule) -> None:
+        plugin = self._precision_plugin
+        assert plugin is not None
+        plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
+        plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
+        if callable(getattr(module, "loss_weight", None)) and self._undefined is None:
+            self._undefined = UndefinedGradients(module)
+        if self.world_size == 1:
+            return
+        if not any(isinstance(callback, EpochAgreement) for callback in trainer.callbacks):  # type: ignore[attr-defined]
+            trainer.callbacks.insert(0, EpochAgreement(self))  # type: ignore[attr-defined]
+        if self._data_group is not None and self._path_check is None:
+            self._path_check = PathCheck(
+                self._parallel_module.units,
+                _compat.default_store(),
+                self.global_rank,
+                dist.get_process_group_ranks(self._data_group),
+                self._patience,
+            )
+        module.log = LogCheck(module, self._agree_on_name)  # type: ignore[assignment, method-assign]
+
+    def _agree_on_name(self, number: int, name: str) -> None:
+        topic = f"lightning_dist/next name logged with sync_dist=True#{number}"
+        ranks = list(range(self.world_size))
+        agreement.agree(_compat.default_store(), topic, repr(name), self.global_rank, ranks, self._patience)
+
+    # --- data --------------------------------------------------------------------------------------------------------
+
+    def process_dataloader(self, dataloader: object) -> object:
+        """Seeds workers by the data coordinate; data ranks with unequal numbers of batches end together."""
+        assert self.lightning_module is not None
+        training = bool(self.lightning_module.trainer.training)
+        if getattr(dataloader, "worker_init_fn", 0) is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
+            coordinate = self.layout.data_coordinate(self.global_rank)
+            dataloader.worker_init_fn = _compat.worker_init_function(coordinate)  # type: ignore[attr-defined]
+        if self._data_control_group is None:
+            return dataloader
+        sampler = loaders.distributed_sampler(dataloader)
+        equal = sampler is not None and sampler.num_replicas == self.layout.data_size
+        if training:
+            self._equal_batches &= equal
+        if equal and training:
+            return dataloader
+        if equal and sampler is not None:
+            loaders.without_repeats(sampler)
+        length = loaders.sized(dataloader)  # type: ignore[arg-type]
+        lengths = loaders.exchange_lengths(length, self._data_control_group)
+        if lengths is not None and len(set(lengths)) == 1:
+            return dataloader
+        return loaders.TogetherLoader(dataloader, self._data_control_group, training, lengths)
+
+    def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
+        """Moves a batch, makes sure that all ranks of a replica have the same, and marks what is padding."""
+        assert self.lightning_module is not None
+        if self._replica_control_group is not None:
+            batch = self._same_batch(batch)
+        self._padding = self._evaluation.is_padding(self.lightning_module.trainer, dataloader_idx)
+        return super().batch_to_device(batch, device, dataloader_idx)
+
+    def _same_batch(self, batch: Any) -> Any:
+        assert self._replica_control_group is not None
+        if self._batch_check == "broadcast":
+            return batches.broadcast_batch(batch, self._replica_control_group)
+        self._checked_batches += 1
+        if self._batch_check == "always" or (self._batch_check == "first" and self._checked_batches <= FIRST_BATCHES):
+            what = f"batch {self._checked_batches}"
+            batches.check_same_batch(batch, self._replica_control_group, what)
+        return batch
+
+    # --- step --------------------------------------------------------------------------------------------------------
+
+    def on_train_start(self) -> None:
+        weighted = callable(getattr(self.lightning_module, "loss_weight", None))
+        self._loss_weights = LossWeights(self._data_group, self._equal_batches and not weighted)
+
+    def training_step(self, *args: Any, **kwargs: Any) -> Any:
+        """Runs the user's step; its loss will count with the weight of its batch."""
+        assert self.lightning_module is not None and self._loss_weights is not None
+        batch = args[0] if args else next(iter(kwargs.values()))
+        self._loss_factor = self._loss_weights.add(self._weight_of(batch), self.root_device)
+        if not self.lightning_module.automatic_optimization:
+            self._loss_factor = self._loss_factor * self._loss_weights.gradient_factor(1)
+            self._loss_weights.begin()
+        with self._on_common_path():
+            output = super().training_step(*args, **kwargs)
+        if output is None and self.lightning_module.automatic_optimization:
+            self._loss_weights.truncate(self._loss_weights.batches - 1)
+        return output
+
+    def _weight_of(self, batch: Any) -> Tensor | float:
+        loss_weight = getattr(self.lightning_module, "loss_weight", None)
+        if not callable(loss_weight):
+            return batches.sample_count(batch)
+        assert self._undefined is not None
+        weight = torch.as_tensor(loss_weight(batch), device=self.root_device)
+        self._undefined.counts = weight > 0
+        return weight
+
+    @contextmanager
+    def _on_common_path(self) -> Generator[None, None, None]:
+        if self._path_check is None:
+            yield
+            return
+        self._path_check.begin()
+        yield
+        self._path_check.end()
+
+    def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        factor = self._loss_factor
+        if isinstance(factor, Tensor):
+            closure_loss = closure_loss * factor.to(closure_loss.dtype)
+        elif factor != 1.0:
+            closure_loss = closure_loss * factor
+        return super().backward(closure_loss, optimizer, *args, **kwargs)
+
+    @contextmanager
+    def block_backward_sync(self) -> Generator[None, None, None]:
+        """Keeps gradients on this rank while batches are accumulated; the last batch's backward exchanges the sum."""
+        data.set_gradient_sync(self._parallel_module.fsdp_modules, False)
+        try:
+            yield
+        finally:
+            data.set_gradient_sync(self._parallel_module.fsdp_modules, True)
+
+    def optimizer_step(
+        self,
+        optimizer: Optimizer,
+        closure: Callable[[], Any],
+        model: LightningModule | nn.Module | None = None,
+        **kwargs: Any,
+    ) -> Any:
+        """Steps, after the gradients of the window have been given their exact weights."""
+        assert self.lightning_module is not None and self._loss_weights is not None
+        if not self.lightning_module.automatic_optimization:
+            return super().optimizer_step(optimizer, closure, model, **kwargs)
+        weighted = partial(self._weighted_closure, closure, optimizer, self._loss_weights.batches)
+        result = super().optimizer_step(optimizer, weighted, model, **kwargs)
+        self._loss_weights.begin()
+        return result
+
+    def _weighted_closure(self, closure: Callable[[], Any], optimizer: Optimizer, batches_before: int) -> Any:
+        assert self.lightning_module is not None and self._loss_weights is not None
+        self._loss_weights.truncate(batches_before)
+        result = closure()
+        factor = self._loss_weights.gradient_factor(self.lightning_module.trainer.accumulate_grad_batches)
+        if isinstance(factor, Tensor) or factor != 1.0:
+            gradients.scale_gradients_(_parameters(optimizer), factor)
+        return result
+
+    def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
+        gradients.clip_grad_norm_(_parameters(optimizer), clip_val, self._gradient_norm_type)
+
+    def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
+        gradients.clip_grad_value_(_parameters(optimizer), clip_val)
+
+    # --- evaluation --------------------------------------------------------------------------------------------------
+
+    def validation_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().validation_step, *args, **kwargs)
+
+    def test_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().test_step, *args, **kwargs)
+
+    def predict_step(self, *args: Any, **kwargs: Any) -> Any:
+        return self._evaluate(super().predict_step, *args, **kwargs)
+
+    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+        assert self.lightning_module is not None
+        with self._on_common_path():
+            if not self._padding:
+                return step(*args, **kwargs)
+            with uncounted(self.lightning_module):
+                step(*args, **kwargs)
+            return None
+
+    def on_validation_start(self) -> None:
+        self._evaluation.begin()
+
+    on_test_start = on_predict_start = on_validation_start
+
+    def on_validation_end(self) -> None:
+        data.free_gathered(self._parallel_module.fsdp_modules)
+
+    on_test_end = on_validation_end
+
+    def on_predict_end(self) -> None:
+        assert self.lightning_module is not None
+        self._evaluation.drop_padded_predictions(self.lightning_module.trainer)
+        data.free_gathered(self._parallel_module.fsdp_modules)
+
+    # --- collectives -------------------------------------------------------------------------------------------------
+
+    def barrier(self, name: str | None = None) -> None:
+        if self._control_group is not None and dist.is_initialized():
+            dist.barrier(group=self._control_group)
+
+    def broadcast(self, obj: Any, src: int = 0) -> Any:
+        if self._control_group is None:
+            return obj
+        box = [obj]
+        dist.broadcast_object_list(box, src, group=self._control_group)
+        return box[0]
+
+    def gather_objects(self, obj: Any) -> list[Any]:
+        """One object of each rank, in the order of ranks, on every rank; over the CPU group."""
+        if self._control_group is None:
+            return [obj]
+        everyone: list[Any] = [None] * self.world_size
+        dist.all_gather_object(everyone, obj, group=self._control_group)
+        return everyone
+
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
+        """Reduces a tensor over the data ranks: ranks of one replica hold the same, which must not count twice."""
+        group = group or self._data_group
+        if not isinstance(tensor, Tensor) or group is None or dist.get_world_size(group) == 1:
+            return tensor
+        mean, op = _reduction(reduce_op)
+        tensor = tensor.detach().to(self.root_device, copy=True)
+        if mean and not tensor.is_floating_point():
+            tensor = tensor.to(torch.get_default_dtype())
+        dist.all_reduce(tensor, op=op, group=group)
+        return tensor / dist.get_world_size(group) if mean else tensor
+
+    def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
+        """True if all ranks of the world (or any) say so."""
+        if self._control_group is None:
+            return decision
+        votes = torch.tensor([int(decision)])
+        dist.all_reduce(votes, group=self._control_group)
+        return bool(votes == self.world_size) if all else bool(votes)
+
+    # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        return True
+
+    def lightning_module_state_dict(self) -> dict[str, Any]:
+        """The module's state under its full names, each tensor this rank's part (DTensor)."""
+        assert self.lightning_module is not None
+        data.free_gathered(self._parallel_module.fsdp_modules)
+        return self.lightning_module.state_dict()
+
+    def optimizer_state(self, optimizer: Optimizer) -> dict[str, Any]:
+        assert self.lightning_module is not None
+        optimizer = getattr(optimizer, "_optimizer", optimizer)
+        return module_checkpoint.optimizer_state(self.lightning_module, optimizer)
+
+    def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
+        """Writes a directory, each rank its own parts. All ranks must call it."""
+        if storage_options is not None:
+            raise TypeError("storage_options is not supported: a checkpoint is a directory, not one file.")
+        module_checkpoint.save(checkpoint, self.broadcast(str(filepath)), self._control_group)
+
+    def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
+        """Reads a directory of any layout, or a single file of one device, into this rank's parts."""
+        assert self.lightning_module is not None
+        data.free_gathered(self._parallel_module.fsdp_modules)
+        path = self.broadcast(str(checkpoint_path))
+        return module_checkpoint.load(path, self.lightning_module, self._control_group, weights_only, {})
+
+    def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
+        assert self.lightning_module is not None
+        module_checkpoint.load_model(self.lightning_module, checkpoint, strict)
+
+    def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
+        assert self.lightning_module is not None
+        module_checkpoint.load_optimizers(self.lightning_module, self.optimizers, checkpoint, self._control_group)
+
+    def remove_checkpoint(self, filepath: Any) -> None:
+        if self.is_global_zero:
+            module_checkpoint.remove(filepath)
+
+    # --- end ---------------------------------------------------------------------------------------------------------
+
+    def on_exception(self, exception: BaseException) -> None:
+        """Tells the other ranks why this one stops, or says which rank's failure it was that reached this one."""
+        if self._crash_watch is None:
+            return
+        lost_connection = isinstance(exception, RuntimeError) and "gloo" in str(exception).lower()
+        notice = self._crash_watch.notice(5.0 if lost_connection else 0.0)
+        if notice is not None:
+            raise RuntimeError(notice) from exception
+        with suppress(RuntimeError):  # The store's host may have gone.
+            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size - 1)
+
+    def teardown(self) -> None:
+        assert self.cluster_environment is not None and self.accelerator is not None
+        if self._crash_watch is not None:
+            self._crash_watch.stop()
+            self._crash_watch = None
+        if self.lightning_module is not None:
+            self.lightning_module.__dict__.pop("log", None)
+        self.cluster_environment.teardown()
+        self.precision_plugin.teardown()
+        self.accelerator.teardown()
+
+
+def _parameters(optimizer: Optimizer) -> list[Tensor]:
+    return [parameter for group in optimizer.param_groups for parameter in group["params"]]
+
+
+def _reduction(reduce_op: Any) -> tuple[bool, Any]:
+    if reduce_op is None or reduce_op == dist.ReduceOp.AVG or str(reduce_op).lower() in ("mean", "avg"):
+        return True, dist.ReduceOp.SUM
+    return False, getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+
+
+def _one_of(argument: str, value: str, choices: tuple[str, ...]) -> None:
+    if value not in choices:
+        raise ValueError(f"{argument}={value!r} does not fit: give one of {', '.join(map(repr, choices))}.")
+
+
+def _as_timedelta(timeout: datetime.timedelta | float | None) -> datetime.timedelta:
+    if timeout is None:
+        return _compat.default_timeout()
+    if not isinstance(timeout, datetime.timedelta):
+        timeout = datetime.timedelta(seconds=timeout)
+    if timeout <= datetime.timedelta(0):
+        raise ValueError(f"timeout={timeout} does not fit: give a positive timedelta or number of seconds.")
+    return timeout
