@@ -53,7 +53,8 @@ def default_store() -> dist.Store:
 
 def broadcast_flattened(tensors: list[torch.Tensor], group: dist.ProcessGroup | None, source: int) -> None:
     """Broadcasts tensors of any dtype in buckets of 64 MiB (torch 2.13: ``dist._broadcast_coalesced``)."""
-    dist._broadcast_coalesced(group or dist.group.WORLD, tensors, 64 * 2**20, source)
+    world = group or dist.distributed_c10d._get_default_group()
+    dist._broadcast_coalesced(world, tensors, 64 * 2**20, source)
 
 
 def default_timeout() -> datetime.timedelta:

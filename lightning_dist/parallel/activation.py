@@ -40,14 +40,15 @@ def checkpoint_activations(units: Iterable[nn.Module], mode: ActivationCheckpoin
 
 
 def _checkpointed(forward: Any, mode: ActivationCheckpointing) -> Any:
-    context_fn = {"context_fn": functools.partial(create_selective_checkpoint_contexts, _policy)}
+    context_fn: dict[str, Any] = {}
+    if mode == "selective":
+        context_fn["context_fn"] = functools.partial(create_selective_checkpoint_contexts, _policy)
 
     @functools.wraps(forward)
     def checkpointed_forward(*args: Any, **kwargs: Any) -> Any:
         if not torch.is_grad_enabled():
             return forward(*args, **kwargs)
-        extra = context_fn if mode == "selective" else {}
-        return checkpoint(forward, *args, use_reentrant=False, **extra, **kwargs)
+        return checkpoint(forward, *args, use_reentrant=False, **context_fn, **kwargs)
 
     return checkpointed_forward
 

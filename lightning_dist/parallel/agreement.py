@@ -78,19 +78,23 @@ def publish_crash(store: dist.Store, rank: int, error: BaseException, others: in
 class CrashWatch:
     """Keeps the notice of a rank that crashed, read as soon as it is posted: later its store may be gone.
 
-    A daemon thread waits for the notice on a connection of its own; it uses no time and no collective.
+    A daemon thread looks for the notice on a connection of its own, about twice a second; more seldom where there are
+    many ranks, so that together they ask the store a few thousand times a second at most. No collective.
 
     Args:
         store: The store that all ranks share.
         rank: This rank.
+        world_size: The number of ranks.
     """
 
-    def __init__(self, store: dist.Store, rank: int) -> None:
-        self._store, self._rank = store.clone(), rank
+    def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
+        self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
+        self._rank = rank
+        self._interval = 0.5 + world_size / 4000
         self._notice: dict[str, Any] | None = None
-        self._read = threading.Event()
-        self._stopped = False
-        threading.Thread(target=self._watch, name="lightning_dist crash watch", daemon=True).start()
+        self._read, self._stopped = threading.Event(), threading.Event()
+        self._thread = threading.Thread(target=self._watch, name="lightning_dist crash watch", daemon=True)
+        self._thread.start()
 
     def notice(self, timeout: float = 0.0) -> str | None:
         """What another rank stopped for, as one sentence, or None if none has said so within ``timeout`` seconds."""
@@ -100,20 +104,20 @@ class CrashWatch:
         return f"rank {self._notice['rank']} stopped the run: {self._notice['error']}"
 
     def stop(self) -> None:
-        self._stopped = True
+        """Ends the thread, which must not outlive the store's host."""
+        self._stopped.set()
+        self._thread.join(self._interval)
 
     def _watch(self) -> None:
-        while not self._stopped:
+        while not self._stopped.wait(self._interval):
             try:
-                self._store.wait([CRASH_KEY], datetime.timedelta(seconds=2))
-            except dist.DistStoreError:
-                continue
+                if self._store.check([CRASH_KEY]):
+                    self._notice = json.loads(self._store.get(CRASH_KEY))
+                    self._store.add(f"{CRASH_KEY}/read", 1)
+                    self._read.set()
+                    return
             except RuntimeError:
                 return  # The store's host has gone.
-            self._notice = json.loads(self._store.get(CRASH_KEY))
-            self._store.add(f"{CRASH_KEY}/read", 1)
-            self._read.set()
-            return
 
 
 def _wait(store: dist.Store, key: str, deadline: float) -> bool:

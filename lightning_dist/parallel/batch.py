@@ -27,7 +27,7 @@ def hash_batch(batch: Any) -> int:
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
-            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy())
+            digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)
         else:
             digest.update(repr(leaf).encode())
     return digest.intdigest() >> 1

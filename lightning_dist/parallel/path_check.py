@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch.distributed as dist
 from torch import nn
@@ -55,7 +55,7 @@ class PathCheck:
             self._agree("the end of the step")
         self._last_path, self._active = self._path, False
 
-    def _hook(self, name: str):
+    def _hook(self, name: str) -> Callable[..., None]:
         def check(*_: object) -> None:
             if not self._active:
                 return

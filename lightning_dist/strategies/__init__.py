@@ -6,6 +6,8 @@ from lightning_dist.strategies.hybrid import HybridParallelStrategy
 from lightning_dist.strategies.precision import HybridMixedPrecision
 
 if "hybrid" not in StrategyRegistry:
-    StrategyRegistry.register("hybrid", HybridParallelStrategy, HybridParallelStrategy.__doc__.splitlines()[0])
+    StrategyRegistry.register(
+        "hybrid", HybridParallelStrategy, "Any mix of data, tensor, pipeline, context and expert parallelism"
+    )
 
 __all__ = ["HybridMixedPrecision", "HybridParallelStrategy"]

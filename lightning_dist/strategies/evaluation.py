@@ -69,7 +69,7 @@ def uncounted(module: LightningModule) -> Generator[None, None, None]:
             return
         if reduce_fx in ("sum", torch.sum, sum):
             value = torch.zeros_like(torch.as_tensor(value, dtype=torch.get_default_dtype()))
-        log(name, value, *args, reduce_fx=reduce_fx, **{**kwargs, "batch_size": 0})
+        log(name, value, *args, **{**kwargs, "reduce_fx": reduce_fx, "batch_size": 0})
 
     module.log = log_nothing  # type: ignore[assignment, method-assign]
     try:

@@ -57,8 +57,8 @@ class HybridParallelStrategy(ParallelStrategy):
 
     Mesh: see :class:`~lightning_dist.layout.ParallelLayout`. Each rank holds 1/shard of the parameters, gradients and
     optimizer state. Collectives for an optimizer step, whatever the accumulation window: those of
-    :func:`~lightning_dist.parallel.data.shard_module`, one scalar for clipping, and one for the weights where data ranks
-    may differ in them.
+    :func:`~lightning_dist.parallel.data.shard_module`, one scalar for clipping, and one for the weights where data
+    ranks may differ in them.
 
     Args:
         data_parallel_replicate_size: Whole copies (HSDP when the shard size is above 1).
@@ -194,7 +194,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if self.cluster_environment is not None:
             self.cluster_environment.set_global_rank(self.node_rank * self.num_processes + self.local_rank)
             self.cluster_environment.set_world_size(self.num_nodes * self.num_processes)
-        rank_zero_only.rank = self.global_rank
+        rank_zero_only.rank = self.global_rank  # type: ignore[attr-defined]
 
     def _configure_launcher(self) -> None:
         assert self.cluster_environment is not None
@@ -212,7 +212,7 @@ class HybridParallelStrategy(ParallelStrategy):
         _compat.init_process_group(
             self.cluster_environment, self.process_group_backend, self._timeout, self.root_device
         )
-        self._crash_watch = agreement.CrashWatch(_compat.default_store(), self.global_rank)
+        self._crash_watch = agreement.CrashWatch(_compat.default_store(), self.global_rank, self.world_size)
         if self._mesh is None:
             self._make_groups()
 
@@ -534,7 +534,7 @@ class HybridParallelStrategy(ParallelStrategy):
         dist.all_gather_object(everyone, obj, group=self._control_group)
         return everyone
 
-    def reduce(self, tensor: Any, group: Any = None, reduce_op: dist.ReduceOp.RedOpType | str | None = "mean") -> Any:
+    def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the data ranks: ranks of one replica hold the same, which must not count twice."""
         group = group or self._data_group
         if not isinstance(tensor, Tensor) or group is None or dist.get_world_size(group) == 1:

@@ -46,7 +46,7 @@ class HybridMixedPrecision(MixedPrecision):
                 plugin.scaler.get_backoff_factor(),
                 plugin.scaler.get_growth_interval(),
             )
-        return cls(plugin.precision, plugin.device, scaler)
+        return cls(plugin.precision, plugin.device, scaler)  # type: ignore[arg-type]
 
     def optimizer_step(  # type: ignore[override]
         self, optimizer: Optimizer, model: LightningModule, closure: Callable[[], Any], **kwargs: Any

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import os
 import warnings
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from typing import Any
 
 import lightning as L
@@ -74,10 +75,20 @@ class MaskedClassifier(Classifier):
         return (batch[1] != -100).sum()
 
 
-def data(samples: int, seed: int = 1) -> TensorDataset:
+def data(samples: int, seed: int = 1, dtype: torch.dtype = torch.float64) -> TensorDataset:
     generator = torch.Generator().manual_seed(seed)
-    x = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64)
+    x = torch.randn(samples, FEATURES, generator=generator, dtype=torch.float64).to(dtype)
     return TensorDataset(x, torch.randint(0, CLASSES, (samples,), generator=generator))
+
+
+def masked_data(valid: Sequence[int], batch_size: int) -> TensorDataset:
+    """Two data ranks take turns with samples; batch i of rank r has ``valid[2 * i + r]`` targets that count."""
+    x, y = data(len(valid) * batch_size).tensors
+    for place, count in enumerate(valid):
+        batch, rank = divmod(place, 2)
+        rows = [2 * (batch * batch_size + i) + rank for i in range(batch_size)]
+        y[rows[count:]] = -100
+    return TensorDataset(x, y)
 
 
 def make(factory: Callable[..., L.LightningModule], seed: int = 0, **kwargs: Any) -> L.LightningModule:
@@ -105,7 +116,7 @@ def reference(
         weights = [float(weigh(batch)) for batch in batches]
         for batch, weight in zip(batches, weights, strict=True):
             if weight:
-                (module.loss(_cast(batch, dtype)) * (weight / sum(weights))).backward()
+                (module.loss(cast(batch, dtype)) * (weight / sum(weights))).backward()
         norms.append(float(torch.cat([p.grad.flatten() for p in module.parameters() if p.grad is not None]).norm()))
         if clip is not None:
             clip(list(module.parameters()))
@@ -113,7 +124,7 @@ def reference(
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, norms
 
 
-def _cast(batch: Any, dtype: torch.dtype) -> Any:
+def cast(batch: Any, dtype: torch.dtype) -> Any:
     return [item.to(dtype) if item.is_floating_point() else item for item in batch]
 
 
@@ -158,12 +169,12 @@ def train(
     dataset: Dataset,
     batch_size: int,
     *,
-    seed: int = 0,
+    seed: int | str = 0,
     factory_kwargs: dict[str, Any] | None = None,
     **kwargs: Any,
 ) -> dict[str, Any]:
     """Fits on this rank, with the sampler Lightning injects, unshuffled: batch i of rank r is every R-th sample."""
-    module = make(factory, seed, **(factory_kwargs or {}))
+    module = make(factory, int(os.environ["RANK"]) if seed == "rank" else seed, **(factory_kwargs or {}))
     norms = RecordNorm()
     run = trainer(layout, callbacks=[norms, *kwargs.pop("callbacks", [])], use_distributed_sampler=False, **kwargs)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=InOrder(dataset, run.strategy))
@@ -183,6 +194,20 @@ class InOrder(torch.utils.data.Sampler):
 
     def __len__(self) -> int:
         return len(self.indices)
+
+
+def holdings(layout: str, factory: Callable[..., L.LightningModule]) -> dict[str, int]:
+    """Bytes of parameters and optimizer state on this rank after two steps of AdamW."""
+    module = make(factory, optimizer="adamw")
+    run = trainer(layout, max_steps=2)
+    run.fit(module, DataLoader(data(32), batch_size=2))
+    state = [value for values in run.optimizers[0].state.values() for value in values.values() if value.ndim]
+    return {"parameters": held_bytes(module.parameters()), "optimizer": held_bytes(state)}
+
+
+def held_bytes(tensors: Iterable[Tensor]) -> int:
+    local = [tensor.to_local() if hasattr(tensor, "to_local") else tensor for tensor in tensors]
+    return sum(tensor.untyped_storage().nbytes() for tensor in local)
 
 
 def worst(got: dict[str, Tensor], wanted: dict[str, Tensor]) -> float:
