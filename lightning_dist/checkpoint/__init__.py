@@ -5,6 +5,17 @@ Everything here works with torch alone; the functions that a run calls together 
 
 from lightning_dist.checkpoint.export import consolidate
 from lightning_dist.checkpoint.format import CheckpointError, DamagedCheckpointError
+from lightning_dist.checkpoint.history import (
+    Choice,
+    Entry,
+    agree_on_newest,
+    delete,
+    list_checkpoints,
+    newest_good,
+    retain,
+    sweep,
+    verify_together,
+)
 from lightning_dist.checkpoint.optimizer_state import (
     optimizer_state_by_name,
     optimizer_state_to_fill,
@@ -18,18 +29,25 @@ from lightning_dist.checkpoint.read import (
     read_rank_state,
     read_tensors,
     read_trainer_state,
+    top_level_names,
 )
 from lightning_dist.checkpoint.verify import Report, verify
 from lightning_dist.checkpoint.write import save
 
 __all__ = [
     "CheckpointError",
+    "Choice",
     "DamagedCheckpointError",
+    "Entry",
     "LoadReport",
     "Report",
+    "agree_on_newest",
     "consolidate",
+    "delete",
     "is_checkpoint",
+    "list_checkpoints",
     "load_into",
+    "newest_good",
     "optimizer_state_by_name",
     "optimizer_state_to_fill",
     "read_manifest",
@@ -37,6 +55,10 @@ __all__ = [
     "read_tensors",
     "read_trainer_state",
     "restore_optimizer",
+    "retain",
     "save",
+    "sweep",
+    "top_level_names",
     "verify",
+    "verify_together",
 ]

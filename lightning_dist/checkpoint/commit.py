@@ -29,6 +29,10 @@ from lightning_dist.checkpoint.storage import Storage, join, split
 _HIDDEN = re.compile(r"^\.(?P<name>.+)\.(?P<kind>writing|replaced|deleting)-(?P<token>[0-9a-f]{12})$")
 
 
+class CommitError(DamagedCheckpointError):
+    """A directory is not committed, or its `COMMITTED` is damaged."""
+
+
 def hidden_sibling(path: str, kind: str) -> str:
     parent, name = split(path)
     return join(parent, f".{name}.{kind}-{uuid.uuid4().hex[:12]}")
@@ -38,15 +42,13 @@ def read_commit(storage: Storage, path: str) -> Commit:
     """What `COMMITTED` in a directory says; raises CheckpointError where it is missing or damaged."""
     marker = join(path, COMMITTED)
     try:
-        data = storage.read(marker)
+        return decode_commit(storage.read(marker))
     except (FileNotFoundError, NotADirectoryError):
-        raise CheckpointError(f"{path} is not a complete checkpoint: it has no file {COMMITTED}") from None
+        raise CommitError(f"{path} is not a complete checkpoint: it has no file {COMMITTED}") from None
     except OSError as error:
-        raise DamagedCheckpointError(f"{marker} cannot be read: {error}") from error
-    try:
-        return decode_commit(data)
-    except DamagedCheckpointError as error:
-        raise DamagedCheckpointError(f"{path}: {error}") from None
+        raise CommitError(f"{path}: {COMMITTED} cannot be read: {error}") from error
+    except CheckpointError as error:
+        raise CommitError(f"{path}: {error}") from None
 
 
 def is_committed(storage: Storage, path: str) -> bool:
@@ -154,6 +156,12 @@ def clean_up(storage: Storage, written: str, path: str) -> None:
         is_committed(storage, written) and (written == path or not is_committed(storage, path))
     ):
         discard(storage, written)
+
+
+def left_over(storage: Storage, parent: str) -> list[tuple[str, str]]:
+    """Name and kind (writing, replaced, deleting) of each hidden directory in a folder of checkpoints."""
+    matches = map(_HIDDEN.match, storage.names(parent))
+    return [(match["name"], match["kind"]) for match in matches if match]
 
 
 def recover(storage: Storage, path: str) -> bool:

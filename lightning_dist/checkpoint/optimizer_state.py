@@ -149,6 +149,17 @@ def numbered_optimizer_state(saved: Mapping[str, Any], order: Sequence[str]) -> 
     return {"state": state, "param_groups": groups}
 
 
+def names_in_optimizers(state_dict: Mapping[str, Any]) -> set[str]:
+    """Of a state dict with nested keys joined by dots, what optimizers hold: their state, and their parameters."""
+    found: set[str] = set()
+    for name, value in state_dict.items():
+        if name.startswith(OPTIMIZER_PREFIX):
+            found.add(name)
+            if name.split(".")[1] == "groups":
+                found |= {f"state_dict.{parameter}" for parameter in value[2]}
+    return found
+
+
 def _name(names: Names, parameter: torch.nn.Parameter) -> str:
     name = names.get(parameter)
     if name is None:

@@ -1,54 +1,135 @@
-"""Which bytes of which tensor a rank writes: torch's own plan, made early and without shards that hold nothing."""
+"""Which bytes of which tensor a rank writes: torch's own plan, made early, in pieces, and the same every time."""
 
 from __future__ import annotations
 
 import dataclasses
 import io
 import math
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import DefaultSavePlanner, SavePlan, WriteItem
+from torch.distributed.checkpoint import DefaultSavePlanner, Metadata, SavePlan, WriteItem
+from torch.distributed.checkpoint.metadata import ChunkStorageMetadata, MetadataIndex
+from torch.distributed.checkpoint.planner import WriteItemType
+from torch.distributed.tensor import DTensor
+
+PIECE_BYTES = 32 * 1024 * 1024
+"""Larger shards are written in pieces of about this size. torch holds the interpreter's lock while it serialises one
+item, and a reader of another layout reads whole items."""
+
+
+@dataclasses.dataclass(frozen=True)
+class LocalPlan:
+    """What one rank could write, and what the others have to know about it.
+
+    `unequal` names plain tensors that may differ between the ranks that have them (buffers, such as the statistics of
+    a batch normalisation): of those only the lowest rank's are written. DTensors, optimizer state and the parameters
+    that an optimizer holds are equal on all ranks that have them, and are shared out among them.
+    """
+
+    plan: SavePlan
+    names: tuple[str, ...]
+    unequal: frozenset[str]
 
 
 class SnapshotPlanner(DefaultSavePlanner):
-    """A save planner over a state dict that may be copied first, so that it can be written while training goes on.
+    """A save planner over a state dict as it is now; `data` holds what each item of the plan refers to.
 
     Args:
-        tensors: Nested state dict of tensors, DTensors and plain values, as this rank holds them.
+        tensors: Nested state dict of tensors, DTensors and plain values, as this rank holds them. Tensors are
+            referred to; plain values are pickled at once.
     """
 
     def __init__(self, tensors: dict[str, Any]) -> None:
         super().__init__()
         self.set_up_planner(tensors)
-        plan = super().create_local_plan()
-        # A rank whose shard is empty reports it at an offset where another rank's shard may really begin; of two
-        # items at one offset only one is written (pytorch#150862), so the empty one must not be there at all.
-        self.plan = dataclasses.replace(plan, items=[item for item in plan.items if not _is_empty_shard(item)])
-        # Only what a rank holds as a plain value is pickled; it is pickled now, since it may change at any time.
-        self._values = {item.index: self._pickle(item) for item in self.plan.items if item.tensor_data is None}
+        items: list[WriteItem] = []
+        self.data: dict[MetadataIndex, torch.Tensor | bytes] = {}
+        for item in super().create_local_plan().items:
+            if item.tensor_data is None:
+                pickled = super().resolve_data(item)
+                assert isinstance(pickled, io.BytesIO)
+                self.data[item.index] = pickled.getvalue()
+                items.append(item)
+            elif not _is_empty_shard(item):
+                value = super().resolve_data(item)
+                assert isinstance(value, torch.Tensor)
+                for piece, part in _pieces(item, value.detach()):
+                    self.data[piece.index] = part
+                    items.append(piece)
+        self.plan = SavePlan(items, planner_data=self.mappings)
+        self.local_plan = LocalPlan(self.plan, tuple(self.state_dict), frozenset(_unequal(self.state_dict)))
 
     def create_local_plan(self) -> SavePlan:
         return self.plan
 
-    @property
-    def names(self) -> list[str]:
-        """Names of everything in the state dict, nested keys joined by dots, in its own order."""
-        return list(self.state_dict)
+    def create_plans(self, ranks: Iterable[LocalPlan]) -> tuple[list[SavePlan], Metadata]:
+        """On rank 0, what every rank is to write, each item once, and torch's index of the whole."""
+        ranks = list(ranks)
+        unequal = frozenset().union(*(rank.unequal for rank in ranks))
+        return self.create_global_plan(_write_once([rank.plan for rank in ranks], unequal))
 
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
-        if write_item.tensor_data is None:
-            return io.BytesIO(self._values[dataclasses.replace(write_item.index, index=None)])
-        data = super().resolve_data(write_item)
-        assert isinstance(data, torch.Tensor)
-        return data.detach().contiguous()
-
-    def _pickle(self, item: WriteItem) -> bytes:
-        data = super().resolve_data(item)
-        assert isinstance(data, io.BytesIO)
-        return data.getvalue()
+        value = self.data[write_item.index]
+        return io.BytesIO(value) if isinstance(value, bytes) else value.contiguous()
 
 
 def _is_empty_shard(item: WriteItem) -> bool:
+    """A rank whose shard is empty reports it at an offset where another rank's shard may really begin; of two items
+    at one offset only one is written (pytorch#150862), so the empty one must not be there at all."""
     data = item.tensor_data
     return data is not None and math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
+
+
+def _pieces(item: WriteItem, value: torch.Tensor) -> Iterator[tuple[WriteItem, torch.Tensor]]:
+    """Cuts a shard along its first dimension that is long enough, else along its longest."""
+    data = item.tensor_data
+    assert data is not None
+    count = min(math.ceil(value.nbytes / PIECE_BYTES), max(value.shape, default=1))
+    if count <= 1:
+        yield dataclasses.replace(item, type=WriteItemType.SHARD), value
+        return
+    dim = next((dim for dim, size in enumerate(value.shape) if size >= count), None)
+    assert dim is not None
+    length = math.ceil(value.shape[dim] / count)
+    for start in range(0, value.shape[dim], length):
+        part = value.narrow(dim, start, min(length, value.shape[dim] - start))
+        offsets = list(data.chunk.offsets)
+        offsets[dim] += start
+        chunk = ChunkStorageMetadata(torch.Size(offsets), part.size())
+        index = MetadataIndex(item.index.fqn, offsets)
+        tensor_data = dataclasses.replace(data, chunk=chunk)
+        yield WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=tensor_data), part
+
+
+def _unequal(state_dict: dict[str, Any]) -> Iterator[str]:
+    from lightning_dist.checkpoint.optimizer_state import names_in_optimizers
+
+    trained = names_in_optimizers(state_dict)
+    for name, value in state_dict.items():
+        if isinstance(value, torch.Tensor) and not isinstance(value, DTensor) and name not in trained:
+            yield name
+
+
+def _write_once(plans: list[SavePlan], unequal: frozenset[str]) -> list[SavePlan]:
+    """Leaves each item with one of the ranks that have it: the lowest, or the one with the least to write so far."""
+    owners: dict[MetadataIndex, list[int]] = {}
+    sizes: dict[MetadataIndex, int] = {}
+    for rank, plan in enumerate(plans):
+        for item in plan.items:
+            owners.setdefault(item.index, []).append(rank)
+            sizes[item.index] = item.tensor_storage_size() or 1
+    load = [0] * len(plans)
+    writer: dict[MetadataIndex, int] = {}
+    for index, ranks in owners.items():
+        if len(ranks) == 1 or index.offset is None or index.fqn in unequal:
+            writer[index] = ranks[0]
+            load[ranks[0]] += sizes[index]
+    for index in sorted(owners.keys() - writer.keys(), key=lambda index: (-sizes[index], index.fqn, index.offset)):
+        writer[index] = min(owners[index], key=lambda rank: load[rank])
+        load[writer[index]] += sizes[index]
+    return [
+        dataclasses.replace(plan, items=[item for item in plan.items if writer[item.index] == rank])
+        for rank, plan in enumerate(plans)
+    ]

@@ -8,11 +8,11 @@ import pickle
 from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass, field
 
-from torch.distributed.checkpoint import Metadata
-
 from lightning_dist.checkpoint import commit
+from lightning_dist.checkpoint.checked_file import CheckedFile, DamagedBlock, read_manifest_bytes, read_whole_file
 from lightning_dist.checkpoint.format import (
     COMMITTED,
+    DATA,
     MANIFEST,
     TENSOR_INDEX,
     CheckpointError,
@@ -20,13 +20,7 @@ from lightning_dist.checkpoint.format import (
     Manifest,
     decode_manifest,
 )
-from lightning_dist.checkpoint.read import (
-    CheckedFile,
-    DamagedBlock,
-    describe_tensors,
-    read_manifest_bytes,
-    read_whole_file,
-)
+from lightning_dist.checkpoint.shards import describe_tensors
 from lightning_dist.checkpoint.storage import PathLike, Storage, join, locate
 
 
@@ -70,61 +64,72 @@ def verify(directory: PathLike, *, full: bool = True, threads: int | None = None
         full: True compares every byte with its checksum; False only looks for missing files and wrong sizes.
         threads: Files are checked in as many threads; None takes two for each CPU, eight at most.
     """
+    return verify_part(directory, 0, 1, full=full, threads=threads)
+
+
+def verify_part(
+    directory: PathLike,
+    part: int,
+    parts: int,
+    *,
+    full: bool = True,
+    threads: int | None = None,
+    manifest: Manifest | None = None,
+) -> Report:
+    """Checks every `parts`-th file of a checkpoint, counted from `part`, the largest first.
+
+    Args:
+        manifest: The manifest, where it has been read and found intact.
+    """
     storage, path = locate(directory)
     name = os.fspath(directory)
-    try:
-        manifest = decode_manifest(read_manifest_bytes(storage, path))
-    except (CheckpointError, OSError, ValueError, KeyError) as error:
-        file = MANIFEST if MANIFEST in str(error) and COMMITTED not in str(error).split(":")[0] else COMMITTED
-        return Report(name, None, (Problem(file, str(error)),))
-    index: Metadata | None = None
-    if full:
-        with contextlib.suppress(CheckpointError):  # damage of this file is reported with the others
-            index = pickle.loads(read_whole_file(storage, path, manifest, TENSOR_INDEX))
+    if manifest is None:
+        try:
+            manifest = decode_manifest(read_manifest_bytes(storage, path))
+        except (CheckpointError, OSError, ValueError, KeyError) as error:
+            file = COMMITTED if isinstance(error, commit.CommitError) else MANIFEST
+            return Report(name, None, (Problem(file, str(error).removeprefix(f"{path}: ")),))
+    files = sorted(manifest.files, key=lambda file: (-manifest.files[file].size, file))[part::parts]
     with ThreadPoolExecutor(threads or min(8, 2 * (os.cpu_count() or 1))) as pool:
-        found = list(
-            pool.map(lambda file: _check_file(storage, path, manifest, file, index, full), sorted(manifest.files))
-        )
-    foreign = [file for file in storage.files(path) if file not in manifest.files and file not in (MANIFEST, COMMITTED)]
+        found = list(pool.map(lambda file: _check_file(storage, path, manifest, file, full), files))
+    foreign: tuple[str, ...] = ()
+    if part == 0:
+        known = {*manifest.files, MANIFEST, COMMITTED}
+        foreign = tuple(file for file in storage.files(path) if file not in known)
+    problems = (problem for problems, _ in found for problem in problems)
     return Report(
         name,
         manifest.step,
-        tuple(problem for problems, _ in found for problem in problems),
-        tuple(foreign),
+        tuple(sorted(problems, key=lambda problem: problem.file)),
+        foreign,
         sum(count for _, count in found),
         manifest,
     )
 
 
 def _check_file(
-    storage: Storage, directory: str, manifest: Manifest, name: str, index: Metadata | None, full: bool
+    storage: Storage, directory: str, manifest: Manifest, name: str, full: bool
 ) -> tuple[list[Problem], int]:
     record = manifest.files[name]
-
-    def describe(damage: DamagedCheckpointError) -> Problem:
-        what = str(damage).removeprefix(f"{name} is damaged: ")
-        if index is not None and isinstance(damage, DamagedBlock) and name.startswith("data/"):
-            what += f"; it holds {describe_tensors(index, damage)}"
-        return Problem(name, what)
-
-    problems: list[Problem] = []
     try:
         stream = CheckedFile(storage, join(directory, name), name, record, manifest.block_bytes)
     except DamagedCheckpointError as damage:
-        return [describe(damage)], 0
+        return [_describe(storage, directory, manifest, damage)], 0
+    damages: list[DamagedCheckpointError] = []
     with stream:
         for block in range(len(record.blocks) if full else 0):
             try:
                 stream.check(block)
             except DamagedCheckpointError as damage:
-                problems.append(describe(damage))
-        return problems, stream.bytes_read
+                damages.append(damage)
+        return [_describe(storage, directory, manifest, damage) for damage in damages], stream.bytes_read
 
 
-def step_of(directory: PathLike) -> int | None:
-    """The step that a committed checkpoint was saved at; None where it cannot be told."""
-    storage, path = locate(directory)
-    try:
-        return commit.read_commit(storage, path).step
-    except (CheckpointError, OSError):
-        return None
+def _describe(storage: Storage, directory: str, manifest: Manifest, damage: DamagedCheckpointError) -> Problem:
+    assert isinstance(damage, DamagedBlock)
+    what = str(damage).removeprefix(f"{damage.name} is damaged: ")
+    if damage.name != TENSOR_INDEX and damage.name.startswith(f"{DATA}/"):
+        with contextlib.suppress(CheckpointError):  # the index may be damaged too, which is reported by itself
+            index = pickle.loads(read_whole_file(storage, directory, manifest, TENSOR_INDEX))
+            what += f"; it holds {describe_tensors(storage, directory, index, damage)}"
+    return Problem(damage.name, what)

@@ -10,7 +10,7 @@ from datetime import UTC, datetime
 from typing import Any
 
 import torch
-from torch.distributed.checkpoint import FileSystemWriter, SavePlan
+from torch.distributed.checkpoint import FileSystemWriter, Metadata, SavePlan
 from torch.distributed.checkpoint.filesystem import FileSystemBase
 from torch.distributed.checkpoint.storage import WriteResult
 
@@ -31,7 +31,7 @@ from lightning_dist.checkpoint.format import (
     rank_state_file,
     write_file,
 )
-from lightning_dist.checkpoint.planner import SnapshotPlanner
+from lightning_dist.checkpoint.planner import LocalPlan, SnapshotPlanner
 from lightning_dist.checkpoint.storage import PathLike, Storage, join, locate, split
 from lightning_dist.checkpoint.team import Team
 
@@ -104,23 +104,23 @@ def write_snapshot(directory: PathLike, snapshot: Snapshot, info: dict[str, Any]
     what = f"writing the checkpoint {directory}"
     place: str | None = None
 
-    def local_plan() -> tuple[SavePlan, list[str]]:
+    def local_plan() -> LocalPlan:
         if snapshot.error is not None:
             raise snapshot.error
         assert snapshot.planner is not None
-        return snapshot.planner.create_local_plan(), snapshot.planner.names
+        return snapshot.planner.local_plan
 
     writer: _ShardWriter | None = None
-    index: Any = None
+    index: Metadata | None = None
     order: list[str] = []
 
-    def global_plan(found: list[tuple[SavePlan, list[str]]]) -> list[tuple[str, SavePlan]]:
+    def global_plan(found: list[LocalPlan]) -> list[tuple[str, SavePlan]]:
         nonlocal writer, index, place
         commit.check_target(storage, path)
         commit.recover(storage, path)
-        order.extend(dict.fromkeys(name for _, names in found for name in names))
+        order.extend(dict.fromkeys(name for local in found for name in local.names))
         assert snapshot.planner is not None
-        plans, index = snapshot.planner.create_global_plan([plan for plan, _ in found])
+        plans, index = snapshot.planner.create_plans(found)
         place = commit.place_to_write(storage, path)
         for folder in (place, join(place, DATA), join(place, RANKS)):
             storage.make_directory(folder)
@@ -143,7 +143,7 @@ def write_snapshot(directory: PathLike, snapshot: Snapshot, info: dict[str, Any]
         return results, records
 
     def finish(found: list[tuple[list[WriteResult], dict[str, FileRecord]]]) -> Commit:
-        assert place is not None and writer is not None
+        assert place is not None and writer is not None and index is not None
         writer.records.clear()
         writer.finish(index, [results for results, _ in found])
         records = {name: record for _, one in found for name, record in one.items()}
