@@ -5,7 +5,7 @@ from __future__ import annotations
 import sys
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
-from typing import Any, Protocol
+from typing import Any, NoReturn, Protocol
 
 import torch
 from torch import Tensor, nn
@@ -82,6 +82,13 @@ class ChainDispatcher:
         """Whether this rank has the chain module at ``position``."""
         return self._local[position]
 
+    def refuse_forward(self, position: int) -> NoReturn:
+        """Answers a direct call of another rank's module's ``forward``, which `call` never sees."""
+        raise PipelineError(
+            f"{self.plan.chain[position]}.forward is called directly, which the pipeline can't see; call the module"
+            f" itself. It belongs to {self._owners[position]}."
+        )
+
     def call(self, position: int, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any:
         """What a call of the chain module at ``position`` does now. ``compute`` is the module's own call."""
         run = self.run
@@ -143,7 +150,17 @@ class ChainDispatcher:
             )
 
 
-def install(module: nn.Module, position: int, dispatcher: ChainDispatcher) -> None:
+class Dispatcher(Protocol):
+    """What can stand in a chain module's call."""
+
+    def is_local(self, position: int) -> bool: ...
+
+    def refuse_forward(self, position: int) -> NoReturn: ...
+
+    def call(self, position: int, compute: Callable[..., Any], args: Any, kwargs: dict[str, Any]) -> Any: ...
+
+
+def install(module: nn.Module, position: int, dispatcher: Dispatcher) -> None:
     """Puts ``dispatcher`` into every call of ``module``.
 
     The module stays the same object; its class is replaced by a subclass of the same name, as FSDP2 does, because
@@ -152,7 +169,7 @@ def install(module: nn.Module, position: int, dispatcher: ChainDispatcher) -> No
     base: Any = type(module)
 
     def __call__(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-        return dispatcher.call(position, super(staged, self).__call__, args, kwargs)
+        return dispatcher.call(position, super(staged, self).__call__, args, kwargs)  # type: ignore[arg-type]
 
     members: dict[str, Any] = {
         "__call__": __call__,
@@ -161,20 +178,13 @@ def install(module: nn.Module, position: int, dispatcher: ChainDispatcher) -> No
         "__doc__": base.__doc__,
     }
     if not dispatcher.is_local(position):
-
-        def forward(self: nn.Module, *args: Any, **kwargs: Any) -> Any:
-            raise PipelineError(
-                f"{dispatcher.plan.chain[position]}.forward is called directly, which the pipeline can't see; call the"
-                f" module itself. It belongs to {dispatcher.owner(position)}."
-            )
-
-        members["forward"] = forward
-    staged = type(base.__name__, (base,), members)
+        members["forward"] = lambda self, *args, **kwargs: dispatcher.refuse_forward(position)
+    staged: Any = type(base.__name__, (base,), members)
     module.__class__ = staged
 
 
 def _refuse_checkpoint_without_graph(name: str) -> None:
-    """Re-entrant checkpointing computes without a graph and attaches it to what it returns, after the stage has left."""
+    """Re-entrant checkpointing attaches a graph only to what it returns, when the stage has already left."""
     if torch.is_grad_enabled():
         return
     frame = sys._getframe(2)

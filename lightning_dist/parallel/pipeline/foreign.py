@@ -14,8 +14,7 @@ class PipelineError(RuntimeError):
     """The module does something that a pipeline can't do exactly, so it does not do it at all."""
 
 
-# What reads values, not shapes, into Python.
-_READS = frozenset(
+READS = frozenset(
     {"item", "tolist", "numpy", "__bool__", "__float__", "__int__", "__index__", "__complex__", "__array__"}
     | {"__contains__", "__format__", "is_nonzero", "equal", "allclose"}
 )
@@ -51,13 +50,13 @@ class ForeignActivation(Tensor):
         found = first_foreign((args, kwargs))
         name = getattr(func, "__name__", "")
         if found is not None:
-            if name in _READS:
+            if name in READS:
                 raise PipelineError(
                     f"The values of a tensor made from the output of {found.origin} are read on the host ({name})"
                     " between modules of the pipeline's chain, on a stage that does not have them; do this inside a"
                     " chain module, or name this code's module in the chain."
                 )
-            if _writes(name, kwargs) and args and not isinstance(kwargs.get("out", args[0]), ForeignActivation):
+            if writes(name, kwargs) and args and not isinstance(kwargs.get("out", args[0]), ForeignActivation):
                 raise PipelineError(
                     f"A tensor made from the output of {found.origin} is written into another tensor ({name}) between"
                     " modules of the pipeline's chain, on a stage that does not have its values; do this inside a"
@@ -71,7 +70,8 @@ class ForeignActivation(Tensor):
         return result
 
 
-def _writes(name: str, kwargs: dict[str, Any]) -> bool:
+def writes(name: str, kwargs: dict[str, Any]) -> bool:
+    """Whether the function of that name changes one of its arguments."""
     in_place = name.endswith("_") and not name.endswith("__")
     return in_place or name in _WRITES or kwargs.get("out") is not None
 
@@ -105,22 +105,21 @@ class ForeignParameter(Tensor):
     def __deepcopy__(self, memo: dict[int, Any]) -> ForeignParameter:
         return self
 
-    def __repr__(self, *, tensor_contents: Any = None) -> str:
+    def __repr__(self, *, tensor_contents: Any = None) -> str:  # type: ignore[override]
         return f"ForeignParameter(shape={tuple(self.shape)}, dtype={self.dtype})"
 
     @classmethod
     def __torch_function__(
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
-        name = getattr(func, "__name__", "")
-        if func in _METADATA or name in _METADATA_NAMES:
+        if is_metadata(func):
             with torch._C.DisableTorchFunctionSubclass():
                 return func(*args, **(kwargs or {}))
         stand_in = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ForeignParameter))
         raise PipelineError(stand_in.sentence)
 
     @classmethod
-    def __torch_dispatch__(
+    def __torch_dispatch__(  # type: ignore[override]
         cls, func: Callable[..., Any], types: Iterable[type], args: Any = (), kwargs: dict[str, Any] | None = None
     ) -> Any:
         stand_in = next(leaf for leaf in pytree.tree_leaves((args, kwargs)) if isinstance(leaf, ForeignParameter))
@@ -146,6 +145,11 @@ _METADATA = frozenset(
 _METADATA_NAMES = frozenset(
     {"size", "dim", "numel", "is_floating_point", "is_complex", "element_size", "__len__", "__repr__"}
 )
+
+
+def is_metadata(func: Any) -> bool:
+    """Whether the function asks for a tensor's shape, type or place only."""
+    return func in _METADATA or getattr(func, "__name__", "") in _METADATA_NAMES
 
 
 def drop_parameters(module: nn.Module, name: str, owner: str, kept: set[int]) -> None:

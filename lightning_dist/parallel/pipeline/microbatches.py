@@ -56,7 +56,7 @@ def even_sizes(samples: int, number: int) -> list[int]:
 def signature(microbatch: Any) -> tuple[Any, ...]:
     """What the shapes inside a step may depend on: structure, shapes, types, and plain numbers of a microbatch."""
     leaves, structure = pytree.tree_flatten(microbatch)
-    described = []
+    described: list[Any] = []
     for leaf in leaves:
         if isinstance(leaf, Tensor):
             described.append((tuple(leaf.shape), leaf.dtype, leaf.requires_grad))

@@ -344,8 +344,9 @@ class PipelineRunner:
             return ()
         loss = value.get("loss") if isinstance(value, dict) else value
         if not isinstance(loss, Tensor) or loss.numel() != 1:
+            what = f"a tensor of shape {list(loss.shape)}" if isinstance(loss, Tensor) else type(value).__name__
             raise PipelineError(
-                f"The training step returned {type(value).__name__ if not isinstance(loss, Tensor) else list(loss.shape)}"
+                f"The training step returned {what}"
                 " instead of a scalar loss (or a dictionary with one under 'loss'); under a pipeline every microbatch"
                 " needs one, for the other stages wait for its gradient."
             )
@@ -424,7 +425,9 @@ def _first(output: tuple[Tensor, ...], target: Tensor) -> Tensor:
 def _unflatten(boundary: BoundarySpec | None, received: tuple[Tensor, ...]) -> Any:
     if boundary is None:
         return None
-    return unflatten_boundary(received, boundary.output.template, boundary.output.structure)
+    # Copies, for the user's code may work in place (a ReLU), which the leaves that gradients are read from can't bear.
+    tensors = [tensor.clone() if tensor.requires_grad else tensor for tensor in received]
+    return unflatten_boundary(tensors, boundary.output.template, boundary.output.structure)
 
 
 def _sendable(tensor: Tensor, before: Sequence[Tensor]) -> Tensor:

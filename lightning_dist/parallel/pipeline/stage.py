@@ -163,10 +163,10 @@ class BoundaryStage(PipelineStage):
     ) -> None:
         inputs = self.args_recv_info[bwd_chunk_id]
         metas = tuple(info.tensor_meta for info in inputs)
-        self._stage_meta.inputs = metas
+        self._stage_meta.inputs = metas  # type: ignore[assignment]
         # A stage whose inputs need no gradient (all before it is frozen) has no inputs' backward to split off, and
         # torch 2.13 would lose its weights' gradients: they hang on to the paths to the inputs.
-        no_input_gradient = not self.is_first and not any(meta.requires_grad for meta in metas)
+        no_input_gradient = not self.is_first and not any(meta is not None and meta.requires_grad for meta in metas)
         if not full_backward and no_input_gradient:
             self._weights_done.add(bwd_chunk_id)
             full_backward = True
@@ -193,7 +193,8 @@ class BoundaryStage(PipelineStage):
         self.args_recv_info[bwd_chunk_id] = ()
         self.grad_send_info = [self.stage_index - 1] * len(inputs)
         self._stage_meta.input_grads = tuple(
-            info.tensor_meta if info.tensor_meta.requires_grad else None for info in inputs
+            info.tensor_meta if info.tensor_meta is not None and info.tensor_meta.requires_grad else None
+            for info in inputs
         )
         gradients = self.bwd_cache[bwd_chunk_id]
         self.bwd_cache[bwd_chunk_id] = tuple(

@@ -67,3 +67,79 @@ def token_batches(sizes: list[int], lengths: list[int] | None = None, vocabulary
         tuple(torch.randint(0, vocabulary, (size, length), generator=generator) for _ in range(2))
         for size, length in zip(sizes, lengths, strict=True)
     ]
+
+
+class ResidualBlock(nn.Module):
+    def __init__(self, channels: int, out: int, stride: int = 1) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(channels, out, 3, stride, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(out)
+        self.conv2 = nn.Conv2d(out, out, 3, 1, 1, bias=False)
+        self.bn2 = nn.BatchNorm2d(out)
+        self.relu = nn.ReLU(inplace=True)
+        self.downsample = (
+            nn.Sequential(nn.Conv2d(channels, out, 1, stride, bias=False), nn.BatchNorm2d(out))
+            if stride != 1 or channels != out
+            else None
+        )
+
+    def forward(self, x: Tensor) -> Tensor:
+        identity = x if self.downsample is None else self.downsample(x)
+        out = self.bn2(self.conv2(self.relu(self.bn1(self.conv1(x)))))
+        out += identity
+        return self.relu(out)
+
+
+class ResidualNetwork(nn.Module):
+    """Built like torchvision's ResNet."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.conv1 = nn.Conv2d(3, 4, 3, 1, 1, bias=False)
+        self.bn1 = nn.BatchNorm2d(4)
+        self.relu = nn.ReLU(inplace=True)
+        self.maxpool = nn.MaxPool2d(2)
+        self.layer1 = nn.Sequential(ResidualBlock(4, 4), ResidualBlock(4, 4))
+        self.layer2 = nn.Sequential(ResidualBlock(4, 8, 2), ResidualBlock(8, 8))
+        self.avgpool = nn.AdaptiveAvgPool2d((1, 1))
+        self.fc = nn.Linear(8, 3)
+
+    def forward(self, x: Tensor) -> Tensor:
+        x = self.maxpool(self.relu(self.bn1(self.conv1(x))))
+        x = self.layer2(self.layer1(x))
+        return self.fc(torch.flatten(self.avgpool(x), 1))
+
+
+def residual_network() -> nn.Module:
+    torch.manual_seed(0)
+    return Wrapper(ResidualNetwork()).double()
+
+
+def classification_step(module: Any, batch: tuple[Tensor, Tensor]) -> Tensor:
+    inputs, labels = batch
+    return F.cross_entropy(module.model(inputs), labels)
+
+
+class EncoderClassifier(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.embed = nn.Embedding(11, 8)
+        layer = nn.TransformerEncoderLayer(8, 2, 16, dropout=0.0, batch_first=True)
+        self.encoder = nn.TransformerEncoder(layer, 4, enable_nested_tensor=False)
+        self.head = nn.Linear(8, 3)
+
+    def forward(self, ids: Tensor) -> Tensor:
+        return self.head(self.encoder(self.embed(ids), src_key_padding_mask=ids == 0).mean(1))
+
+
+def encoder_classifier() -> nn.Module:
+    torch.manual_seed(0)
+    return Wrapper(EncoderClassifier()).double()
+
+
+def plain_sequential() -> nn.Module:
+    torch.manual_seed(0)
+    layers: list[nn.Module] = []
+    for _ in range(4):
+        layers += [nn.Linear(6, 6), nn.Tanh()]
+    return Wrapper(nn.Sequential(*layers, nn.Linear(6, 3))).double()
