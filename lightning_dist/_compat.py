@@ -5,7 +5,9 @@ Tested on torch 2.13 and Lightning 2.6.6.
 
 from __future__ import annotations
 
+import copy
 import datetime
+from collections.abc import Iterable
 from typing import Any
 
 import torch
@@ -179,3 +181,24 @@ def forward_only_schedule(stages: list[Any], microbatches: int, order: dict[int,
         actions, stage_to_rank=owner.__getitem__, num_stages=len(owner)
     )
     return runtime
+
+
+def fake_mode() -> Any:
+    """A mode in which tensors have shapes and no values (torch 2.13: ``FakeTensorMode``)."""
+    from torch._subclasses.fake_tensor import FakeTensorMode
+
+    return FakeTensorMode(allow_non_fake_inputs=True)
+
+
+def fake_copy(module: nn.Module, mode: Any, keep: Iterable[object]) -> nn.Module:
+    """A deep copy of a module whose tensors have no values (torch 2.13: ``FakeCopyMode``).
+
+    Args:
+        module: The module.
+        mode: From :func:`fake_mode`.
+        keep: Objects that the copy shares with the module (its Trainer).
+    """
+    from torch._subclasses.fake_tensor import FakeCopyMode
+
+    with mode, FakeCopyMode(mode):
+        return copy.deepcopy(module, {id(entry): entry for entry in keep})
