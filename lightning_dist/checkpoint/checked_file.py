@@ -57,7 +57,7 @@ class CheckedFile(io.RawIOBase):
     _KEPT_BLOCKS = 2
 
     def __init__(self, storage: Storage, path: str, name: str, record: FileRecord, block_bytes: int) -> None:
-        self._name, self._record, self._block_bytes = name, record, block_bytes
+        self._storage, self._name, self._record, self._block_bytes = storage, name, record, block_bytes
         self._position = 0
         self._kept: OrderedDict[int, memoryview] = OrderedDict()
         self.bytes_read = 0
@@ -124,13 +124,7 @@ class CheckedFile(io.RawIOBase):
     def _fetch(self, block: int, target: memoryview) -> None:
         start = block * self._block_bytes
         try:
-            self._stream.seek(start)
-            done = 0
-            while done < target.nbytes:
-                count = self._stream.readinto(target[done:])  # type: ignore[attr-defined]
-                if not count:
-                    break
-                done += count
+            done = self._storage.read_into(self._stream, start, target)
         except OSError as error:
             raise DamagedBlock(self._name, start, start + target.nbytes, f"reading it failed: {error}") from error
         self.bytes_read += done

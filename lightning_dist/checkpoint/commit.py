@@ -10,6 +10,7 @@ are written at their place, invisible to readers until `COMMITTED` arrives.
 from __future__ import annotations
 
 import contextlib
+import json
 import re
 import uuid
 
@@ -52,12 +53,27 @@ def read_commit(storage: Storage, path: str) -> Commit:
 
 
 def is_committed(storage: Storage, path: str) -> bool:
-    """Whether a directory holds an intact `COMMITTED` that fits its manifest."""
+    """Whether a directory holds an intact `COMMITTED` that fits its manifest.
+
+    Raises:
+        OSError: It cannot be told: a read that failed must not make a good checkpoint look like rubbish.
+    """
     try:
-        commit = read_commit(storage, path)
+        commit = decode_commit(storage.read(join(path, COMMITTED)))
         return digest(storage.read(join(path, MANIFEST))) == commit.manifest
-    except (CheckpointError, OSError):
+    except (CheckpointError, FileNotFoundError, NotADirectoryError):
         return False
+
+
+def place_in_order(storage: Storage, path: str) -> tuple[int, int | None]:
+    """Sequence number and step of a directory, by its manifest where `COMMITTED` is no use; (0, None) if unknown."""
+    with contextlib.suppress(CheckpointError):
+        found = read_commit(storage, path)
+        return found.sequence, found.step
+    with contextlib.suppress(OSError, ValueError, KeyError, TypeError):
+        content = json.loads(storage.read(join(path, MANIFEST)))
+        return int(content["sequence"]), content["step"]
+    return 0, None
 
 
 def write_commit(storage: Storage, path: str, commit: Commit) -> None:

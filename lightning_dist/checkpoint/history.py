@@ -7,6 +7,7 @@ nor of steps, which do so after a roll-back.
 from __future__ import annotations
 
 import contextlib
+import dataclasses
 import logging
 import os
 import re
@@ -75,26 +76,26 @@ def list_checkpoints(root: PathLike) -> list[Entry]:
         if name.startswith("."):
             continue
         path = join(folder, name)
-        if (inside := storage.names(path)) and {COMMITTED, MANIFEST, DATA} & set(inside):
+        if {COMMITTED, MANIFEST, DATA} & set(storage.names(path)):
             entries.append(_entry(storage, path, join(os.fspath(root).rstrip("/"), name)))
-    known = sorted((entry for entry in entries if entry.problem is None), key=lambda entry: entry.sequence)
     for position, entry in enumerate(entries):
-        if entry.problem is not None and entry.sequence == 0:
-            # Its number is lost. By its step it comes after every checkpoint of an earlier step; without one, last.
-            before = [k.sequence for k in known if entry.step is None or (k.step or 0) <= entry.step]
-            entries[position] = Entry(entry.path, entry.name, max(before, default=0), entry.step, entry.problem)
-    return sorted(entries, key=lambda entry: (entry.sequence, entry.problem is not None, entry.name), reverse=True)
+        if entry.sequence == 0:
+            # Its number is lost. By its step it comes after the checkpoints of earlier steps; without one, last.
+            before = [e.sequence for e in entries if (e.step or 0) <= (entry.step or 0)]
+            entries[position] = dataclasses.replace(entry, sequence=max(before))
+    return sorted(entries, key=lambda e: (e.sequence, e.step or 0, e.problem is not None, e.name), reverse=True)
 
 
 def _entry(storage: Storage, path: str, shown: str) -> Entry:
     name = split(path)[1]
-    guess = _STEP_IN_NAME.search(name)
-    step = int(guess[1]) if guess else None
+    sequence, step = commit.place_in_order(storage, path)
+    if step is None and (guess := _STEP_IN_NAME.search(name)):
+        step = int(guess[1])
     try:
-        found = commit.read_commit(storage, path)
-    except (CheckpointError, OSError) as error:
-        return Entry(shown, name, 0, step, str(error))
-    return Entry(shown, name, found.sequence, found.step)
+        commit.read_commit(storage, path)
+    except CheckpointError as error:
+        return Entry(shown, name, sequence, step, str(error))
+    return Entry(shown, name, sequence, step)
 
 
 def newest_good(root: PathLike, *, full: bool = True) -> Choice | None:
@@ -199,7 +200,7 @@ def delete(directory: PathLike, *, full: bool = True) -> bool:
     """Removes a checkpoint, unless that would leave its folder without a good one; to be called by one rank.
 
     Args:
-        directory: The checkpoint to remove. A damaged or half-written one may always go.
+        directory: The checkpoint to remove. One that was never committed may always go.
         full: Whether the one that stays is compared with its checksums, or only its files' presence and sizes.
 
     Returns:
@@ -209,7 +210,8 @@ def delete(directory: PathLike, *, full: bool = True) -> bool:
     commit.check_target(storage, path)
     if not storage.is_directory(path):
         return True
-    if commit.is_committed(storage, path):
+    # Asked of the listing, not of the file: a read that fails for once must not make a good checkpoint look broken.
+    if COMMITTED in storage.names(path):
         others = [e for e in list_checkpoints(split_shown(directory)[0]) if e.name != split(path)[1]]
         if _choose(others, lambda other: verify(other, full=full)) is None:
             return False
@@ -218,11 +220,13 @@ def delete(directory: PathLike, *, full: bool = True) -> bool:
 
 
 def retain(root: PathLike, keep_last: int, *, keep: Iterable[PathLike] = (), full: bool = True) -> list[str]:
-    """Removes all but the newest good checkpoints of a folder; to be called by one rank after a save.
+    """Removes what is older than the newest good checkpoints of a folder; to be called by one rank after a save.
+
+    A damaged one that is newer than these stays: a read may have failed just once.
 
     Args:
         root: The folder of checkpoint directories.
-        keep_last: How many good ones stay, 1 at least. Damaged and half-written ones go too, once these are there.
+        keep_last: How many good ones stay, 1 at least.
         keep: Further directories to leave alone.
         full: As in `verify`, for those that stay.
 
@@ -233,17 +237,15 @@ def retain(root: PathLike, keep_last: int, *, keep: Iterable[PathLike] = (), ful
         raise ValueError(f"keep_last is {keep_last}; at least 1 checkpoint has to stay")
     storage, _ = locate(root)
     protected = {locate(path)[1] for path in keep}
-    good, surplus = 0, []
+    good = 0
+    removed = []
     for entry in list_checkpoints(root):
-        is_good = good < keep_last and entry.problem is None and verify(entry.path, full=full).intact
-        good += is_good
-        if not is_good and locate(entry.path)[1] not in protected:
-            surplus.append(entry.path)
-    if good == 0:
-        return []
-    for path in surplus:
-        commit.discard(storage, locate(path)[1])
-    return surplus
+        if good < keep_last:
+            good += entry.problem is None and verify(entry.path, full=full).intact
+        elif locate(entry.path)[1] not in protected:
+            commit.discard(storage, locate(entry.path)[1])
+            removed.append(entry.path)
+    return removed
 
 
 def sweep(root: PathLike) -> list[str]:

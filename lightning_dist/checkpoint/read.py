@@ -38,11 +38,7 @@ class LoadReport:
 
 def is_checkpoint(path: PathLike) -> bool:
     """Whether `path` is a committed checkpoint directory; says nothing about the state of its data (see `verify`)."""
-    storage, directory = locate(path)
-    try:
-        return commit.is_committed(storage, directory)
-    except OSError:
-        return False
+    return commit.is_committed(*locate(path))
 
 
 def read_manifest(path: PathLike) -> Manifest:

@@ -41,6 +41,10 @@ class LocalStorage:
         with self.open(path) as stream:
             return stream.read()
 
+    def read_into(self, stream: BinaryIO, start: int, target: memoryview) -> int:
+        """Fills `target` from byte `start` on and returns how many bytes there were."""
+        return _read_into(stream, start, target)
+
     def size(self, path: str) -> int | None:
         """The size of a file in bytes, or None if there is no such file."""
         try:
@@ -117,6 +121,9 @@ class RemoteStorage:
         with self.open(path) as stream:
             return stream.read()
 
+    def read_into(self, stream: BinaryIO, start: int, target: memoryview) -> int:
+        return _read_into(stream, start, target)
+
     def size(self, path: str) -> int | None:
         self.file_system.invalidate_cache()
         try:
@@ -162,6 +169,17 @@ class RemoteStorage:
 
 
 Storage = LocalStorage | RemoteStorage
+
+
+def _read_into(stream: BinaryIO, start: int, target: memoryview) -> int:
+    stream.seek(start)
+    done = 0
+    while done < target.nbytes:
+        count = stream.readinto(target[done:])  # type: ignore[attr-defined]
+        if not count:
+            break
+        done += count
+    return done
 
 
 def locate(path: PathLike) -> tuple[Storage, str]:

@@ -149,10 +149,11 @@ def write_snapshot(directory: PathLike, snapshot: Snapshot, info: dict[str, Any]
         records = {name: record for _, one in found for name, record in one.items()}
         records |= {f"{DATA}/{name}": record for name, record in writer.records.items()}
         _check_sizes(storage, place, records)
+        sequence = _next_sequence(storage, path)
         manifest = encode_manifest(
             Manifest(
                 step=info.get("step"),
-                sequence=_next_sequence(storage, path),
+                sequence=sequence,
                 world_size=team.world_size,
                 saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 files=records,
@@ -164,7 +165,7 @@ def write_snapshot(directory: PathLike, snapshot: Snapshot, info: dict[str, Any]
         write_file(storage, join(place, MANIFEST), manifest)
         for folder in (join(place, DATA), join(place, RANKS), place):
             storage.sync_directory(folder)
-        made = Commit(digest(manifest), info.get("step"), _next_sequence(storage, path))
+        made = Commit(digest(manifest), info.get("step"), sequence)
         commit.publish(storage, place, path, made)
         return made
 
@@ -195,11 +196,8 @@ def _check_sizes(storage: Storage, place: str, records: dict[str, FileRecord]) -
 def _next_sequence(storage: Storage, path: str) -> int:
     """One more than that of any checkpoint beside `path`: their order, whatever clocks say and steps do."""
     parent, _ = split(path)
-    highest = 0
-    for name in storage.names(parent):
-        with contextlib.suppress(CheckpointError, OSError):
-            highest = max(highest, commit.read_commit(storage, join(parent, name)).sequence)
-    return highest + 1
+    siblings = (name for name in storage.names(parent) if not name.startswith("."))
+    return 1 + max((commit.place_in_order(storage, join(parent, name))[0] for name in siblings), default=0)
 
 
 def _pickled(state: dict[str, Any]) -> bytes:
