@@ -1,0 +1,5 @@
+"""Lightning Callback classes: settings and short hooks that call what ``telemetry`` and ``checkpoint`` do."""
+
+from lightning_dist.callbacks.weight_averaging import ShardedWeightAveraging
+
+__all__ = ["ShardedWeightAveraging"]

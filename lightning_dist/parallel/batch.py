@@ -42,10 +42,10 @@ def check_same_batch(batch: Any, group: dist.ProcessGroup, what: str) -> None:
         RuntimeError: Naming the ranks that differ from the group's first.
     """
     mine = torch.tensor([hash_batch(batch)])
-    hashes = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    dist.all_gather_into_tensor(hashes, mine, group=group)
+    hashes = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(hashes, mine, group=group)
     ranks = dist.get_process_group_ranks(group)
-    others = [rank for rank, value in zip(ranks, hashes.tolist(), strict=True) if value != hashes[0].item()]
+    others = [rank for rank, value in zip(ranks, hashes, strict=True) if value != hashes[0]]
     if others:
         raise RuntimeError(
             f"The ranks of one model replica hold different batches ({what}): rank{'s' * (len(others) > 1)}"

@@ -124,9 +124,10 @@ def exchange_lengths(length: int | None, group: dist.ProcessGroup) -> list[int] 
     Collectives: an all-gather of one integer over ``group``, a CPU group.
     """
     mine = torch.tensor([-1 if length is None else length])
-    lengths = torch.empty(dist.get_world_size(group), dtype=torch.int64)
-    dist.all_gather_into_tensor(lengths, mine, group=group)
-    return None if bool((lengths < 0).any()) else lengths.tolist()
+    everyone = [torch.empty_like(mine) for _ in range(dist.get_world_size(group))]
+    dist.all_gather(everyone, mine, group=group)
+    lengths = [int(length) for length in everyone]
+    return None if min(lengths) < 0 else lengths
 
 
 def distributed_sampler(loader: Any) -> DistributedSampler | None:

@@ -581,8 +581,13 @@ class HybridParallelStrategy(ParallelStrategy):
         """Reads a directory of any layout, or a single file of one device, into this rank's parts."""
         assert self.lightning_module is not None
         data.free_gathered(self._parallel_module.fsdp_modules)
+        module = self.lightning_module
+        extra: dict[str, Any] = {}
+        for callback in module.trainer.callbacks:  # type: ignore[attr-defined]
+            if callable(getattr(callback, "checkpoint_tensors", None)):
+                extra |= callback.checkpoint_tensors(module)
         path = self.broadcast(str(checkpoint_path))
-        return module_checkpoint.load(path, self.lightning_module, self._control_group, weights_only, {})
+        return module_checkpoint.load(path, module, self._control_group, weights_only, extra)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
