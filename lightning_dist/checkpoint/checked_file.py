@@ -19,10 +19,11 @@ from lightning_dist.checkpoint.storage import Storage, join
 
 
 class DamagedBlock(DamagedCheckpointError):
-    """A block of a file is not as it was written."""
+    """Bytes `start` to `stop` of a file are not as they were written; `why` is None if they do not fit their checksum."""
 
-    def __init__(self, name: str, start: int, stop: int, why: str) -> None:
-        super().__init__(f"{name} is damaged: {why}")
+    def __init__(self, name: str, start: int, stop: int, why: str | None = None) -> None:
+        super().__init__(f"{name} is damaged: {why or f'bytes {start} to {stop} do not fit their checksum'}")
+        self.why = why
         self.name, self.start, self.stop = name, start, stop
 
 
@@ -129,9 +130,4 @@ class CheckedFile(io.RawIOBase):
             raise DamagedBlock(self._name, start, start + target.nbytes, f"reading it failed: {error}") from error
         self.bytes_read += done
         if done < target.nbytes or digest(target) != self._record.blocks[block]:
-            raise DamagedBlock(
-                self._name,
-                start,
-                start + target.nbytes,
-                f"bytes {start} to {start + target.nbytes} do not fit their checksum",
-            )
+            raise DamagedBlock(self._name, start, start + target.nbytes)

@@ -64,7 +64,7 @@ class Manifest:
     info: Mapping[str, Any] = field(default_factory=dict)
     parameter_order: tuple[str, ...] = ()
     versions: Mapping[str, str] = field(default_factory=dict)
-    block_bytes: int = BLOCK_BYTES
+    block_bytes: int = field(default_factory=lambda: BLOCK_BYTES)
 
 
 @dataclass(frozen=True)

@@ -16,7 +16,6 @@ from lightning_dist.checkpoint.format import (
     MANIFEST,
     TENSOR_INDEX,
     CheckpointError,
-    DamagedCheckpointError,
     Manifest,
     decode_manifest,
 )
@@ -111,22 +110,25 @@ def _check_file(
     storage: Storage, directory: str, manifest: Manifest, name: str, full: bool
 ) -> tuple[list[Problem], int]:
     record = manifest.files[name]
+    damages: list[DamagedBlock] = []
     try:
         stream = CheckedFile(storage, join(directory, name), name, record, manifest.block_bytes)
-    except DamagedCheckpointError as damage:
+    except DamagedBlock as damage:
         return [_describe(storage, directory, manifest, damage)], 0
-    damages: list[DamagedCheckpointError] = []
     with stream:
         for block in range(len(record.blocks) if full else 0):
             try:
                 stream.check(block)
-            except DamagedCheckpointError as damage:
-                damages.append(damage)
+            except DamagedBlock as damage:
+                last = damages[-1] if damages else None
+                if last is not None and last.stop == damage.start and last.why is None and damage.why is None:
+                    damages[-1] = DamagedBlock(name, last.start, damage.stop)
+                else:
+                    damages.append(damage)
         return [_describe(storage, directory, manifest, damage) for damage in damages], stream.bytes_read
 
 
-def _describe(storage: Storage, directory: str, manifest: Manifest, damage: DamagedCheckpointError) -> Problem:
-    assert isinstance(damage, DamagedBlock)
+def _describe(storage: Storage, directory: str, manifest: Manifest, damage: DamagedBlock) -> Problem:
     what = str(damage).removeprefix(f"{damage.name} is damaged: ")
     if damage.name != TENSOR_INDEX and damage.name.startswith(f"{DATA}/"):
         with contextlib.suppress(CheckpointError):  # the index may be damaged too, which is reported by itself
