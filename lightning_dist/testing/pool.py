@@ -31,7 +31,7 @@ class WorkerError(RuntimeError):
     """Raised by `WorkerPool.run` when a rank raised, died, or was left waiting for one that did.
 
     Attributes:
-        failures: One `WorkerFailure` per rank that did not finish, in rank order.
+        failures: One `WorkerFailure` per rank that did not finish, the first to fail first.
     """
 
     def __init__(self, message: str, failures: list[WorkerFailure]) -> None:
@@ -159,17 +159,17 @@ class WorkerPool:
         store = torch.distributed.TCPStore("127.0.0.1", 0, is_master=True, wait_for_workers=False)
         deadline = time.monotonic() + timeout
         for rank, worker in enumerate(workers):
-            variables = _torchrun_environment(rank, len(workers), store.port) | environment
+            variables = torchrun_environment(rank, len(workers), store.port) | environment
             worker.send(Task(rank, call, variables, list(sys.path), os.getcwd(), init_process_group, timeout))
         outcomes = _collect(workers, deadline, self.grace)
-        failures = [outcome for outcome in outcomes if isinstance(outcome, WorkerFailure)]
+        failures = [outcome for outcome in outcomes.values() if isinstance(outcome, WorkerFailure)]
         if any(failure.kind in ("Died", "Stuck") for failure in failures):
             self.shutdown()
         else:
             self._clean_up(workers)
         if failures:
             _raise_for(failures, len(workers), timeout)
-        return [value for _, value in outcomes]
+        return [outcomes[rank][1] for rank in range(len(workers))]
 
     def _clean_up(self, workers: list[_Worker]) -> None:
         try:
@@ -210,7 +210,7 @@ class _Worker:
 
     def wait_until_ready(self, limit: float) -> None:
         deadline = time.monotonic() + limit
-        outcome = _collect([self], deadline, grace=0.0)[0]
+        outcome = _collect([self], deadline, grace=0.0)[self.rank]
         if isinstance(outcome, WorkerFailure):
             raise WorkerError(f"Worker {self.rank} did not get ready: {outcome.message}.", [outcome])
 
@@ -240,8 +240,12 @@ class _Worker:
         return self.stack_file.read_text(errors="replace")[before:]
 
 
-def _collect(workers: list[_Worker], deadline: float, grace: float) -> list[Any]:
-    """Waits for one message from each worker: a value, or a `WorkerFailure` for one that failed, died or is stuck."""
+def _collect(workers: list[_Worker], deadline: float, grace: float) -> dict[int, Any]:
+    """Waits for one message from each worker: a value, or a `WorkerFailure` for one that failed, died or is stuck.
+
+    Returns:
+        The messages by rank, in the order in which they came.
+    """
     outcomes: dict[int, Any] = {}
     while len(outcomes) < len(workers):
         waiting = [worker for worker in workers if worker.rank not in outcomes]
@@ -255,7 +259,7 @@ def _collect(workers: list[_Worker], deadline: float, grace: float) -> list[Any]
         if not ready:  # time is up
             for worker in waiting:
                 outcomes[worker.rank] = WorkerFailure(worker.rank, "Stuck", "it did not finish in time", worker.stack())
-    return [outcomes[worker.rank] for worker in workers]
+    return outcomes
 
 
 def _receive(worker: _Worker) -> Any:
@@ -304,7 +308,8 @@ def _check_importable(function: Callable[..., Any]) -> None:
         )
 
 
-def _torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str | None]:
+def torchrun_environment(rank: int, world_size: int, port: int) -> dict[str, str | None]:
+    """The variables by which torch and Lightning recognise a process that ``torchrun`` started."""
     return {
         "RANK": str(rank),
         "LOCAL_RANK": str(rank),
@@ -326,7 +331,7 @@ def _environment_for_workers() -> Iterator[None]:
     os.environ["OMP_NUM_THREADS"] = "1"
     if sys.platform.startswith("linux"):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # the machine's own name may not resolve
-    for name in _torchrun_environment(0, 1, 0):
+    for name in torchrun_environment(0, 1, 0):
         os.environ.pop(name, None)
     try:
         yield

@@ -60,6 +60,10 @@ def serve(connection: Connection, stack_file: str) -> None:
     os.dup2(2, 1)  # whatever a worker prints goes to stderr: the caller's stdout may be read by a program
     threading.Thread(target=_end_with_the_parent, daemon=True, name="parent-watch").start()
     _import_heavy_modules()
+    # A Trainer ends by putting back the handlers of all valid signals as Python knows them, which is not how the fault
+    # handler installs its own: the signal would then end the process instead of showing its stack.
+    others = signal.valid_signals() - {STACK_SIGNAL}
+    signal.valid_signals = lambda: set(others)
     baseline = dict(os.environ)
     with open(stack_file, "w") as stacks:
         faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
@@ -69,8 +73,6 @@ def serve(connection: Connection, stack_file: str) -> None:
                 task: Task = pickle.loads(connection.recv_bytes())
             except EOFError:
                 return
-            # The signal may have been taken over by the function that ran before.
-            faulthandler.register(STACK_SIGNAL, file=stacks, all_threads=True, chain=False)
             with _restored_state(baseline):
                 connection.send_bytes(_answer(task))
                 # No rank takes its process group down while another may still be reading from it.

@@ -42,12 +42,6 @@ def a_telling_name():
     time.sleep(1000)
 
 
-def exit_on(rank):
-    if dist.get_rank() == rank:
-        os._exit(7)
-    dist.barrier()
-
-
 def kill_on(rank):
     if dist.get_rank() == rank:
         os.kill(os.getpid(), signal.SIGKILL)
@@ -112,6 +106,12 @@ def fit_with_lightning():
     before = dist.is_initialized()
     trainer.fit(BoringModel())
     return before, TorchElasticEnvironment.detect(), trainer.world_size, trainer.global_rank, trainer.global_step
+
+
+def hang_after_lightning(rank):
+    """Lightning's Trainer ends by putting back the handlers of every signal it can find."""
+    fit_with_lightning()
+    return sleep_forever_on(rank)
 
 
 def return_something_unpicklable():
@@ -188,34 +188,27 @@ def test_lightning_takes_the_ranks_as_torchrun_would_start_them(pool):
 
 
 @pytest.mark.slow
-def test_a_hang_ends_at_the_limit_with_stacks_and_the_pool_restarts():
-    with WorkerPool() as pool:
-        workers = pool.run(sleep_forever_on, 2, -1)
+def test_hangs_and_deaths_end_with_names_and_stacks_and_the_pool_restarts():
+    with WorkerPool(grace=1.0) as pool:
+        workers = pool.run(hang_after_lightning, 2, -1, init_process_group=False)
         start = time.monotonic()
-        with pytest.raises(TimeoutError, match=r"Rank 1 of 2 did not finish within 2 s") as caught:
-            pool.run(sleep_forever_on, 2, 1, timeout=2)
-        assert time.monotonic() - start < 10
-        assert "a_telling_name" in str(caught.value)
+        with pytest.raises(TimeoutError, match=r"Rank 1 of 2 did not finish within 5 s") as caught:
+            pool.run(hang_after_lightning, 2, 1, init_process_group=False, timeout=5)
+        assert time.monotonic() - start < 20
+        assert "in a_telling_name" in str(caught.value) and "in fit_with_lightning" not in str(caught.value)
         assert not any(is_running(process_id) for process_id in workers)
         assert pool.run(rank_and_sum, 2, 0)[1] == (1, 2, 1.0)
 
-
-@pytest.mark.slow
-def test_a_worker_that_dies_is_noticed_and_named():
-    with WorkerPool(grace=1.0) as pool:
-        pool.run(rank_and_sum, 2, 0)
         start = time.monotonic()
-        with pytest.raises(WorkerError, match="rank 1: Died: its process was killed by signal 9") as caught:
+        with pytest.raises(WorkerError, match="rank 1: Died: its process was killed by signal 9") as died:
             pool.run(kill_on, 2, 1)
-        assert time.monotonic() - start < 10
-        assert {(failure.rank, failure.kind) for failure in caught.value.failures} == {(0, "Stuck"), (1, "Died")}
-        assert "in kill_on" in str(caught.value)
-        with pytest.raises(WorkerError, match="rank 0: Died: its process ended with exit code 7"):
-            pool.run(exit_on, 2, 0)
+        assert time.monotonic() - start < 20
+        assert [(failure.rank, failure.kind) for failure in died.value.failures] == [(1, "Died"), (0, "Stuck")]
+        assert "in kill_on" in str(died.value)
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("end", ["pass", "os.kill(os.getpid(), signal.SIGKILL)", "raise SystemExit(3)"])
+@pytest.mark.parametrize("end", ["raise SystemExit(3)", "os.kill(os.getpid(), signal.SIGKILL)"])
 def test_workers_end_with_the_process_that_owns_them(end, tmp_path):
     script = tmp_path / "owner.py"
     script.write_text(
