@@ -9,7 +9,7 @@ from lightning.pytorch import Callback, LightningModule, Trainer
 from lightning.pytorch.trainer.states import TrainerFn
 from torch import Tensor
 
-from lightning_dist.parallel.data import local_tensor
+from lightning_dist.parallel.data import free_gathered, fsdp_modules, local_tensor
 
 CURRENT_KEY = "current_model_state"
 """Where a checkpoint keeps the weights that training goes on with; its ``state_dict`` holds the average."""
@@ -109,11 +109,13 @@ class ShardedWeightAveraging(Callback):
 
 
 def _copy(module: LightningModule) -> dict[str, Tensor]:
+    free_gathered(fsdp_modules(module))  # An evaluation leaves parameters gathered: what counts is the shards.
     return {name: parameter.detach().clone() for name, parameter in module.named_parameters()}
 
 
 @torch.no_grad()
 def _fill(module: LightningModule, weights: dict[str, Tensor]) -> None:
+    free_gathered(fsdp_modules(module))
     parameters = dict(module.named_parameters())
     for name, weight in weights.items():
         local_tensor(parameters[name]).copy_(local_tensor(weight))

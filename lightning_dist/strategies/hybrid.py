@@ -436,7 +436,12 @@ class HybridParallelStrategy(ParallelStrategy):
             closure_loss = closure_loss * factor.to(closure_loss.dtype)
         elif factor != 1.0:
             closure_loss = closure_loss * factor
-        return super().backward(closure_loss, optimizer, *args, **kwargs)
+        result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        assert self.lightning_module is not None
+        if not self.lightning_module.automatic_optimization:
+            # What this backward did not reach is still gathered, as it was before the step and its toggling.
+            data.free_gathered(self._parallel_module.fsdp_modules)
+        return result
 
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:

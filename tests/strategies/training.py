@@ -143,7 +143,7 @@ class RecordNorm(L.Callback):
 def trainer(layout: str | None, **kwargs: Any) -> L.Trainer:
     warnings.filterwarnings("ignore", category=UserWarning)
     strategy_kwargs = kwargs.pop("strategy_kwargs", {})
-    strategy = HybridParallelStrategy(layout=layout, timeout=kwargs.pop("timeout", 60.0), **strategy_kwargs)
+    strategy = HybridParallelStrategy(layout=layout, timeout=kwargs.pop("patience", 60.0), **strategy_kwargs)
     settings: dict[str, Any] = {
         "accelerator": "cpu",
         "devices": strategy.layout.minimum_world_size,
