@@ -16,6 +16,10 @@ from torch.autograd.function import once_differentiable
 
 Group = dist.ProcessGroup
 
+# Their names up to torch 2.12, which 2.13 deprecates.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
+reduce_scatter_single = getattr(dist, "reduce_scatter_single", dist.reduce_scatter_tensor)
+
 
 def part_sizes(size: int, parts: int) -> list[int]:
     """How ``torch.chunk`` and ``Shard`` cut ``size`` elements in ``parts``: the first ones are the longest."""
@@ -106,9 +110,9 @@ def _all_gather(x: Tensor, dim: int, size: int, group: Group) -> Tensor:
         padded[: part.shape[0]] = part
         part = padded
     joined = part.new_empty((ranks * sizes[0], *part.shape[1:]))
-    dist.all_gather_into_tensor(joined, part, group=group)
+    all_gather_single(joined, part, group=group)
     # Only the last parts are short, so what is beyond ``size`` is padding wherever the parts were uneven.
-    return _drop_padding(joined, sizes).movedim(0, dim)
+    return _drop_padding(joined, sizes).movedim(0, dim).contiguous()
 
 
 def _drop_padding(joined: Tensor, sizes: list[int]) -> Tensor:
@@ -121,8 +125,8 @@ def _reduce_scatter(x: Tensor, dim: int, group: Group) -> Tensor:
     ranks = dist.get_world_size(group)
     whole = x.movedim(dim, 0).contiguous()
     part = whole.new_empty((whole.shape[0] // ranks, *whole.shape[1:]))
-    dist.reduce_scatter_tensor(part, whole, group=group)
-    return part.movedim(0, dim)
+    reduce_scatter_single(part, whole, group=group)
+    return part.movedim(0, dim).contiguous()
 
 
 def _own_part(x: Tensor, dim: int, group: Group) -> Tensor:

@@ -10,6 +10,8 @@ from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.parallel.tensor.collectives import all_gather_single
+
 
 def sum_replicated_gradients(parameters: Iterable[Tensor]) -> None:
     """Sums the gradients that are parts of a sum over the tensor group: norms on cut activations, shared heads.
@@ -76,7 +78,7 @@ def check_replicas(module: nn.Module, mesh: DeviceMesh) -> None:
         return
     own = torch.stack([_fingerprint(part) for part in held.values()])
     everybody = own.new_empty((mesh.size(), *own.shape))
-    dist.all_gather_into_tensor(everybody.view(-1, own.shape[-1]), own, group=group)
+    all_gather_single(everybody.view(-1, own.shape[-1]), own, group=group)
     differs = (everybody != everybody[0]).any(dim=-1)  # [ranks, tensors]
     drifted = differs.any(dim=0).nonzero().flatten().tolist()
     if not drifted:

@@ -86,18 +86,25 @@ class ResolvedPlan:
                     )
 
     def _pair(self) -> dict[str, str]:
-        rows = [name for name, rule in self.rules.items() if rule in ROWS and _is_matrix(self.network, name)]
-        pairs = {}
+        columns = [
+            name
+            for name, rule in self.rules.items()
+            if rule in ("colwise", "fused_qkv") and _is_matrix(self.network, name)
+        ]
+        # Where sharded work begins is for the matrix that ends it to say: a head has matrices of blocks below it too.
+        blocks = set()
         for name, rule in self.rules.items():
-            if rule not in ("colwise", "fused_qkv") or not _is_matrix(self.network, name):
-                continue
-            block = name
-            while block:
-                block = block.rpartition(".")[0]
-                if any(is_inside(row, block) and self.rules[row] == "rowwise" for row in rows):
-                    pairs[name] = block
-                    break
-        return pairs
+            if rule == "rowwise" and _is_matrix(self.network, name):
+                block: str | None = name
+                while block is not None and not any(is_inside(column, block) for column in columns):
+                    block = block.rpartition(".")[0] if block else None
+                if block is not None:
+                    blocks.add(block)
+        return {
+            name: max((block for block in blocks if is_inside(name, block)), key=len)
+            for name in columns
+            if any(is_inside(name, block) for block in blocks)
+        }
 
     def _blocks_on_dtensors(self) -> list[str]:
         asked = {name: rule for name, rule in self.rules.items() if rule in ("local_shapes", "global_shapes")}
@@ -261,5 +268,7 @@ def join(*parts: str) -> str:
 
 
 def _matches(name: str, pattern: str) -> bool:
+    if not name:
+        return not pattern
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

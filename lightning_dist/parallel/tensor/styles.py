@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Any
 
 import torch
@@ -47,15 +48,15 @@ class TensorGroup:
     random: RandomRegion
     sequence_dim: int | None = None
 
-    @property
+    @cached_property
     def group(self) -> dist.ProcessGroup:
         return self.mesh.get_group()
 
-    @property
+    @cached_property
     def size(self) -> int:
         return self.mesh.size()
 
-    @property
+    @cached_property
     def rank(self) -> int:
         return self.mesh.get_local_rank()
 
