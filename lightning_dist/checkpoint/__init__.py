@@ -3,6 +3,7 @@
 Everything here works with torch alone; the functions that a run calls together say which collectives they issue.
 """
 
+from lightning_dist.checkpoint.background import BackgroundWriter
 from lightning_dist.checkpoint.export import consolidate
 from lightning_dist.checkpoint.format import CheckpointError, DamagedCheckpointError
 from lightning_dist.checkpoint.history import (
@@ -35,6 +36,7 @@ from lightning_dist.checkpoint.verify import Report, verify
 from lightning_dist.checkpoint.write import save
 
 __all__ = [
+    "BackgroundWriter",
     "CheckpointError",
     "Choice",
     "DamagedCheckpointError",

@@ -19,7 +19,7 @@ from lightning_dist.checkpoint.storage import Storage, join
 
 
 class DamagedBlock(DamagedCheckpointError):
-    """Bytes `start` to `stop` of a file are not as they were written; `why` is None if they do not fit their checksum."""
+    """Bytes `start` to `stop` of a file are not as written; `why` is None if they do not fit their checksum."""
 
     def __init__(self, name: str, start: int, stop: int, why: str | None = None) -> None:
         super().__init__(f"{name} is damaged: {why or f'bytes {start} to {stop} do not fit their checksum'}")

@@ -11,7 +11,7 @@ import dataclasses
 import logging
 import os
 import re
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Collection, Iterable
 from dataclasses import dataclass
 from typing import Any
 
@@ -196,12 +196,13 @@ def _summary(problems: tuple[Problem, ...]) -> str:
     return first + (f"; and {len(problems) - 2} more problems" if len(problems) > 2 else "")
 
 
-def delete(directory: PathLike, *, full: bool = True) -> bool:
+def delete(directory: PathLike, *, full: bool = True, known_good: Collection[str] = ()) -> bool:
     """Removes a checkpoint, unless that would leave its folder without a good one; to be called by one rank.
 
     Args:
         directory: The checkpoint to remove. One that was never committed may always go.
         full: Whether the one that stays is compared with its checksums, or only its files' presence and sizes.
+        known_good: Paths (as `locate` gives them) of checkpoints that were compared already; not read again.
 
     Returns:
         Whether it is gone. False: no other checkpoint beside it is good; it is the last.
@@ -212,14 +213,21 @@ def delete(directory: PathLike, *, full: bool = True) -> bool:
         return True
     # Asked of the listing, not of the file: a read that fails for once must not make a good checkpoint look broken.
     if COMMITTED in storage.names(path):
-        others = [e for e in list_checkpoints(split_shown(directory)[0]) if e.name != split(path)[1]]
-        if _choose(others, lambda other: verify(other, full=full)) is None:
+        others = (e for e in list_checkpoints(_parent(directory)) if e.name != split(path)[1])
+        if not any(_is_good(entry, full, known_good) for entry in others):
             return False
     commit.discard(storage, path)
     return True
 
 
-def retain(root: PathLike, keep_last: int, *, keep: Iterable[PathLike] = (), full: bool = True) -> list[str]:
+def retain(
+    root: PathLike,
+    keep_last: int,
+    *,
+    keep: Iterable[PathLike] = (),
+    full: bool = True,
+    known_good: Collection[str] = (),
+) -> list[str]:
     """Removes what is older than the newest good checkpoints of a folder; to be called by one rank after a save.
 
     A damaged one that is newer than these stays: a read may have failed just once.
@@ -229,6 +237,7 @@ def retain(root: PathLike, keep_last: int, *, keep: Iterable[PathLike] = (), ful
         keep_last: How many good ones stay, 1 at least.
         keep: Further directories to leave alone.
         full: As in `verify`, for those that stay.
+        known_good: Paths (as `locate` gives them) of checkpoints that were compared already; not read again.
 
     Returns:
         The directories that were removed; none while there is no good checkpoint.
@@ -241,11 +250,17 @@ def retain(root: PathLike, keep_last: int, *, keep: Iterable[PathLike] = (), ful
     removed = []
     for entry in list_checkpoints(root):
         if good < keep_last:
-            good += entry.problem is None and verify(entry.path, full=full).intact
+            good += _is_good(entry, full, known_good)
         elif locate(entry.path)[1] not in protected:
             commit.discard(storage, locate(entry.path)[1])
             removed.append(entry.path)
     return removed
+
+
+def _is_good(entry: Entry, full: bool, known_good: Collection[str]) -> bool:
+    if entry.problem is not None:
+        return False
+    return verify(entry.path, full=full and locate(entry.path)[1] not in known_good).intact
 
 
 def sweep(root: PathLike) -> list[str]:
@@ -257,8 +272,8 @@ def sweep(root: PathLike) -> list[str]:
     return commit.sweep(storage, folder)
 
 
-def split_shown(directory: PathLike) -> tuple[str, str]:
-    """Parent and name of a path as the user gave it."""
+def _parent(directory: PathLike) -> str:
+    """The folder of a path as the user gave it."""
     text = os.fspath(directory).rstrip("/")
-    parent, _, name = text.rpartition("/")
-    return parent or ("/" if text.startswith("/") else "."), name
+    parent, _, _ = text.rpartition("/")
+    return parent or ("/" if text.startswith("/") else ".")

@@ -64,6 +64,41 @@ class SnapshotPlanner(DefaultSavePlanner):
     def create_local_plan(self) -> SavePlan:
         return self.plan
 
+    def is_like(self, other: LocalPlan) -> bool:
+        """Whether names, shapes, dtypes and layout are those of another plan, so that what was shared out holds."""
+        return self.local_plan == other
+
+    def copy_into(self, buffers: dict[MetadataIndex, torch.Tensor], only: SavePlan | None = None) -> None:
+        """Copies the tensors that are to be written to host memory, all of them, those that are there already too.
+
+        Returns when the copies are complete. Later changes of the tensors do not reach them.
+
+        Args:
+            buffers: Memory to copy into, reused from call to call and filled up here; one that no longer fits is
+                replaced. New memory costs far more than the copy.
+            only: Leave out what is not in this plan.
+        """
+        wanted = [item.index for item in (only or self.plan).items if item.tensor_data is not None]
+        for gone in buffers.keys() - set(wanted):
+            del buffers[gone]
+        devices = set()
+        copied: dict[MetadataIndex, torch.Tensor | bytes] = {
+            index: value for index, value in self.data.items() if isinstance(value, bytes)
+        }
+        for index in wanted:
+            value = self.data[index]
+            assert isinstance(value, torch.Tensor)
+            buffer = buffers.get(index)
+            if buffer is None or buffer.shape != value.shape or buffer.dtype != value.dtype:
+                buffer = buffers[index] = host_buffer(value)
+            buffer.copy_(value, non_blocking=value.device.type != "cpu")
+            devices.add(value.device)
+            copied[index] = buffer
+        for device in devices:
+            if device.type != "cpu":
+                torch.accelerator.current_stream(device).synchronize()
+        self.data = copied
+
     def create_plans(self, ranks: Iterable[LocalPlan]) -> tuple[list[SavePlan], Metadata]:
         """On rank 0, what every rank is to write, each item once, and torch's index of the whole."""
         ranks = list(ranks)
@@ -73,6 +108,12 @@ class SnapshotPlanner(DefaultSavePlanner):
     def resolve_data(self, write_item: WriteItem) -> torch.Tensor | io.BytesIO:
         value = self.data[write_item.index]
         return io.BytesIO(value) if isinstance(value, bytes) else value.contiguous()
+
+
+def host_buffer(like: torch.Tensor) -> torch.Tensor:
+    """Memory of the host for one tensor: pinned for a tensor on a device, so that the copy runs at full speed."""
+    pinned = like.device.type == "cuda"
+    return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
 
 
 def _is_empty_shard(item: WriteItem) -> bool:

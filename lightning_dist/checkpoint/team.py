@@ -18,6 +18,10 @@ Local = TypeVar("Local")
 Result = TypeVar("Result")
 
 
+class LostContact(CheckpointError):
+    """A rank has died, or did not answer in time; the group that was used is out of step from here on."""
+
+
 @dataclass(frozen=True)
 class _Failure:
     rank: int
@@ -128,9 +132,7 @@ class Team:
         try:
             return collective()
         except RuntimeError as error:  # Gloo: a peer closed its connection, or the group's timeout has passed
-            raise CheckpointError(
-                f"{what} failed: rank {self.rank} lost contact with the other ranks ({error})"
-            ) from error
+            raise LostContact(f"{what} failed: rank {self.rank} lost contact with the other ranks ({error})") from error
 
     def _all_gather(self, value: Any) -> list[Any]:
         if not self.together:

@@ -60,6 +60,18 @@ class Snapshot:
             return cls(error=error)
 
 
+@dataclass(frozen=True)
+class SharedPlan:
+    """What the ranks have agreed on: good for as long as every rank's state keeps its names, shapes and layout.
+
+    `mine` is what this rank writes; rank 0 also has torch's index of the whole, and all names in order.
+    """
+
+    mine: SavePlan
+    index: Metadata | None
+    order: tuple[str, ...]
+
+
 def save(
     directory: PathLike,
     tensors: dict[str, Any],
@@ -98,88 +110,119 @@ def complete_info(info: dict[str, Any] | None, trainer_state: dict[str, Any]) ->
     return {"step": trainer_state.get("global_step")} | (info or {})
 
 
-def write_snapshot(directory: PathLike, snapshot: Snapshot, info: dict[str, Any], team: Team) -> Commit:
-    """Writes what each rank's snapshot holds and commits it; to be called by every rank of `team`."""
-    storage, path = locate(directory)
-    what = f"writing the checkpoint {directory}"
-    place: str | None = None
+def write_snapshot(
+    directory: PathLike, snapshot: Snapshot, info: dict[str, Any], team: Team, shared: SharedPlan | None = None
+) -> tuple[Commit, SharedPlan]:
+    """Writes what each rank's snapshot holds and commits it; to be called by every rank of `team`.
 
-    def local_plan() -> LocalPlan:
-        if snapshot.error is not None:
-            raise snapshot.error
-        assert snapshot.planner is not None
-        return snapshot.planner.local_plan
+    Args:
+        shared: What an earlier call returned, on all ranks or on none; then no plans are exchanged.
+    """
+    return _Save(directory, snapshot, info, team, shared).run()
 
-    writer: _ShardWriter | None = None
-    index: Metadata | None = None
-    order: list[str] = []
 
-    def global_plan(found: list[LocalPlan]) -> list[tuple[str, SavePlan]]:
-        nonlocal writer, index, place
-        commit.check_target(storage, path)
-        commit.recover(storage, path)
-        order.extend(dict.fromkeys(name for local in found for name in local.names))
-        assert snapshot.planner is not None
-        plans, index = snapshot.planner.create_plans(found)
-        place = commit.place_to_write(storage, path)
-        for folder in (place, join(place, DATA), join(place, RANKS)):
-            storage.make_directory(folder)
-        writer = _ShardWriter(storage, join(place, DATA))
-        return [(place, plan) for plan in writer.prepare_global_plan(plans)]
+class _Save:
+    """One checkpoint being written: what every rank does, and what rank 0 does in between."""
 
-    def write_local() -> tuple[list[WriteResult], dict[str, FileRecord]]:
-        nonlocal writer
-        assert place is not None and snapshot.planner is not None
-        if not storage.is_directory(place) and storage.renames_atomically:
-            raise CheckpointError(f"{place} is not there: is {directory} on storage that all ranks share?")
-        writer = writer or _ShardWriter(storage, join(place, DATA))
-        results = writer.write(plan, snapshot.planner) if plan.items else []
-        records = {f"{DATA}/{name}": record for name, record in writer.records.items()}
-        if snapshot.rank_state is not None:
-            name = rank_state_file(team.rank)
-            records[name] = write_file(storage, join(place, name), snapshot.rank_state)
-        if team.is_first:
-            records[TRAINER_STATE] = write_file(storage, join(place, TRAINER_STATE), snapshot.trainer_state)
+    def __init__(
+        self, directory: PathLike, snapshot: Snapshot, info: dict[str, Any], team: Team, shared: SharedPlan | None
+    ) -> None:
+        self.directory, self.snapshot, self.info, self.team, self.shared = directory, snapshot, info, team, shared
+        self.storage, self.path = locate(directory)
+        self.place: str | None = None
+        self.writer: _ShardWriter | None = None
+        self.index = shared.index if shared else None
+        self.order = shared.order if shared else ()
+
+    def run(self) -> tuple[Commit, SharedPlan]:
+        what = f"writing the checkpoint {self.directory}"
+        try:
+            self.place, mine = self.team.scatter(what, self._plan, self._start)
+            shared = self.shared
+            if shared is None:
+                assert mine is not None
+                shared = SharedPlan(mine, self.index, self.order)
+            plan = shared.mine
+            return self.team.reduce(what, lambda: self._write(plan), self._finish), shared
+        except BaseException:
+            if self.team.is_first and self.place is not None:
+                with contextlib.suppress(OSError):
+                    commit.clean_up(self.storage, self.place, self.path)
+            raise
+        finally:
+            if self.writer is not None:
+                self.writer.abandon()
+
+    def _plan(self) -> LocalPlan | None:
+        if self.snapshot.error is not None:
+            raise self.snapshot.error
+        return None if self.shared else self._planner.local_plan
+
+    def _start(self, found: list[LocalPlan | None]) -> list[tuple[str, SavePlan | None]]:
+        """On rank 0: shares out the work and makes the folders."""
+        commit.check_target(self.storage, self.path)
+        commit.recover(self.storage, self.path)
+        plans: list[SavePlan | None] = [None] * self.team.world_size
+        new = [plan for plan in found if plan is not None]
+        if new:
+            made, self.index = self._planner.create_plans(new)
+            plans = list(FileSystemWriter(self.path).prepare_global_plan(made))
+            self.order = tuple(dict.fromkeys(name for plan in new for name in plan.names))
+        self.place = commit.place_to_write(self.storage, self.path)
+        for folder in (self.place, join(self.place, DATA), join(self.place, RANKS)):
+            self.storage.make_directory(folder)
+        return [(self.place, plan) for plan in plans]
+
+    def _write(self, plan: SavePlan) -> tuple[list[WriteResult], dict[str, FileRecord]]:
+        """On every rank: its shards and its own state; on rank 0 the trainer's too."""
+        assert self.place is not None
+        if self.storage.renames_atomically and not self.storage.is_directory(self.place):
+            raise CheckpointError(f"{self.place} is not there: is {self.directory} on storage that all ranks share?")
+        self.writer = _ShardWriter(self.storage, join(self.place, DATA))
+        results = self.writer.write(plan, self._planner) if plan.items else []
+        files = {rank_state_file(self.team.rank): self.snapshot.rank_state}
+        if self.team.is_first:
+            files[TRAINER_STATE] = self.snapshot.trainer_state
+        records = self._data_records()
+        for name, content in files.items():
+            if content is not None:
+                records[name] = write_file(self.storage, join(self.place, name), content)
         return results, records
 
-    def finish(found: list[tuple[list[WriteResult], dict[str, FileRecord]]]) -> Commit:
-        assert place is not None and writer is not None and index is not None
-        writer.records.clear()
-        writer.finish(index, [results for results, _ in found])
-        records = {name: record for _, one in found for name, record in one.items()}
-        records |= {f"{DATA}/{name}": record for name, record in writer.records.items()}
-        _check_sizes(storage, place, records)
-        sequence = _next_sequence(storage, path)
+    def _finish(self, found: list[tuple[list[WriteResult], dict[str, FileRecord]]]) -> Commit:
+        """On rank 0: torch's index, the manifest, the name, and the commit."""
+        assert self.place is not None and self.writer is not None and self.index is not None
+        self.writer.finish(self.index, [results for results, _ in found])
+        records = {name: record for _, one in found for name, record in one.items()} | self._data_records()
+        _check_sizes(self.storage, self.place, records)
+        sequence = _next_sequence(self.storage, self.path)
         manifest = encode_manifest(
             Manifest(
-                step=info.get("step"),
+                step=self.info.get("step"),
                 sequence=sequence,
-                world_size=team.world_size,
+                world_size=self.team.world_size,
                 saved_at=datetime.now(UTC).isoformat(timespec="seconds"),
                 files=records,
-                info=info,
-                parameter_order=tuple(info.get("parameter_order", order)),
+                info=self.info,
+                parameter_order=tuple(self.info.get("parameter_order", self.order)),
                 versions=installed_versions(),
             )
         )
-        write_file(storage, join(place, MANIFEST), manifest)
-        for folder in (join(place, DATA), join(place, RANKS), place):
-            storage.sync_directory(folder)
-        made = Commit(digest(manifest), info.get("step"), sequence)
-        commit.publish(storage, place, path, made)
+        write_file(self.storage, join(self.place, MANIFEST), manifest)
+        for folder in (join(self.place, DATA), join(self.place, RANKS), self.place):
+            self.storage.sync_directory(folder)
+        made = Commit(digest(manifest), self.info.get("step"), sequence)
+        commit.publish(self.storage, self.place, self.path, made)
         return made
 
-    try:
-        place, plan = team.scatter(what, local_plan, global_plan)
-        return team.reduce(what, write_local, finish)
-    except BaseException:
-        if team.is_first and place is not None:
-            with contextlib.suppress(OSError):
-                commit.clean_up(storage, place, path)
-        raise
-    finally:
-        if writer is not None:
-            writer.abandon()
+    @property
+    def _planner(self) -> SnapshotPlanner:
+        assert self.snapshot.planner is not None
+        return self.snapshot.planner
+
+    def _data_records(self) -> dict[str, FileRecord]:
+        assert self.writer is not None
+        return {f"{DATA}/{name}": record for name, record in self.writer.records.items()}
 
 
 def _check_sizes(storage: Storage, place: str, records: dict[str, FileRecord]) -> None:
