@@ -112,6 +112,10 @@ class BoundaryBook:
         self._unannounced.clear()
         self._sending.clear()
 
+    def kind(self, microbatch: int) -> Any:
+        """What kind of microbatch it is."""
+        return self._kinds[microbatch]
+
     def knows(self, stage: int, microbatch: int) -> bool:
         return stage in self._known[self._kinds[microbatch]]
 

@@ -39,8 +39,8 @@ def _own_backward(module: nn.Module, plan: PipelinePlan) -> str | None:
             if kind.__module__.split(".")[0] in ("lightning", "pytorch_lightning", "lightning_dist"):
                 return None
             return (
-                f"{type(module).__name__} overrides backward, which a pipeline's schedule would never call; move what it"
-                " does into training_step or on_after_backward, or use another layout."
+                f"{type(module).__name__} overrides backward, which a pipeline's schedule would never call; move what"
+                " it does into training_step or on_after_backward, or use another layout."
             )
     return None
 
@@ -51,8 +51,8 @@ def _statistics_outside(module: nn.Module, plan: PipelinePlan) -> str | None:
         if getattr(inner, "running_mean", None) is None or f"{name}.".startswith(links):
             continue
         return (
-            f"{name} keeps running statistics but is in no module of the pipeline's chain, so stages that do not have its"
-            " input would spoil them; name it, or the module that holds it, in ModelPlan.pipeline."
+            f"{name} keeps running statistics but is in no module of the pipeline's chain, so stages that do not have"
+            " its input would spoil them; name it, or the module that holds it, in ModelPlan.pipeline."
         )
     return None
 
@@ -79,8 +79,8 @@ def _unit_across_a_cut(module: nn.Module, plan: PipelinePlan) -> str | None:
         )
         if kind is not None:
             return (
-                f"{name or type(module).__name__} is {kind} as one unit, but a cut of the pipeline goes through it; leave"
-                " that to the strategy, which does it for each module of the chain."
+                f"{name or type(module).__name__} is {kind} as one unit, but a cut of the pipeline goes through it;"
+                " leave that to the strategy, which does it for each module of the chain."
             )
     return None
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import logging
 import traceback
 from collections import OrderedDict
 from collections.abc import Callable, Iterator, Sequence
@@ -200,6 +201,7 @@ class PipelineRunner:
         outputs = self._batch.outputs
         try:
             with ExitStack() as stack:
+                stack.enter_context(_without_drawings())
                 if self._streams is not None:
                     stack.enter_context(self._streams.batch(kind, step_index))
                 schedule.step(**arguments)
@@ -416,6 +418,17 @@ def forward_order(owners: Sequence[int], number: int) -> dict[int, list[tuple[in
             if stage is not None:
                 done[stage] += 1
     return order
+
+
+@contextmanager
+def _without_drawings() -> Iterator[None]:
+    """Keeps torch from logging a drawing of the whole schedule, on every rank, above the error that matters."""
+    logger = logging.getLogger("torch.distributed.pipelining.schedules")
+    disabled, logger.disabled = logger.disabled, True
+    try:
+        yield
+    finally:
+        logger.disabled = disabled
 
 
 def _first(output: tuple[Tensor, ...], target: Tensor) -> Tensor:

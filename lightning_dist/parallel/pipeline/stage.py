@@ -11,7 +11,8 @@ from torch import Tensor, nn
 from torch.distributed.pipelining import PipelineStage
 
 from lightning_dist import _compat
-from lightning_dist.parallel.pipeline.boundary import BoundaryBook
+from lightning_dist.parallel.pipeline.boundary import MOST_SIGNATURES, BoundaryBook
+from lightning_dist.parallel.pipeline.split_backward import can_split
 
 
 class StageModule(nn.Module):
@@ -79,6 +80,7 @@ class BoundaryStage(PipelineStage):
         self._book = book
         self._reduce_gradients = reduce_gradients
         self._weights_done: set[int] = set()
+        self._splits: dict[Any, bool] = {}
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
         assert self.group is not None
@@ -164,14 +166,20 @@ class BoundaryStage(PipelineStage):
         inputs = self.args_recv_info[bwd_chunk_id]
         metas = tuple(info.tensor_meta for info in inputs)
         self._stage_meta.inputs = metas  # type: ignore[assignment]
-        # A stage whose inputs need no gradient (all before it is frozen) has no inputs' backward to split off, and
-        # torch 2.13 would lose its weights' gradients: they hang on to the paths to the inputs.
-        no_input_gradient = not self.is_first and not any(meta is not None and meta.requires_grad for meta in metas)
-        if not full_backward and no_input_gradient:
+        if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
             self._weights_done.add(bwd_chunk_id)
             full_backward = True
         super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.grad_recv_info[bwd_chunk_id] = ()
+
+    def _can_split(self, microbatch: int, loss: Tensor | None) -> bool:
+        kind = self._book.kind(microbatch)
+        if kind not in self._splits:
+            if len(self._splits) >= MOST_SIGNATURES:
+                self._splits.clear()
+            outputs, inputs = self.fwd_cache[microbatch]
+            self._splits[kind] = can_split(outputs if loss is None else [loss], inputs)
+        return self._splits[kind]
 
     def backward_weight_one_chunk(self, bwd_chunk_id: int, last_backward: bool = False) -> None:
         if bwd_chunk_id in self._weights_done:

@@ -32,7 +32,8 @@ class Trace:
         chain: The chain's module names.
         calls: Positions in the chain, in the order they were called.
         uses: (module whose output was used, by which module; the chain's length stands for the step's result).
-        reads: (module whose output's value was read into Python, how many modules had been called, by what).
+        reads: (module whose output's value was read into Python or written into another tensor, how many modules had
+            been called before that, by what).
         parameters: Full names of chain modules' parameters that code outside them used.
         flops: Floating-point operations of each module's forward.
         refusal: What the step did that no pipeline can do.
@@ -87,11 +88,12 @@ class Trace:
                     " list for each stage), or hand it on inside the hidden state, as a tuple of tensors."
                 )
         for origin, called, name in sorted(self.reads):
-            if plan.stage_of[origin] < plan.num_stages - 1 and not self._has(plan, origin, called):
+            running = range(self._stage(plan, called), plan.num_stages)
+            if not all(self._stage_has(plan, origin, stage) for stage in running):
                 return (
-                    f"The values of a tensor made from the output of {chain[origin]} are read on the host ({name})"
-                    " between modules of the pipeline's chain, which later stages run without having them; do this"
-                    " inside a chain module."
+                    f"The values of a tensor made from the output of {chain[origin]} are read on the host, or written"
+                    f" into another tensor ({name}), between modules of the pipeline's chain, which later stages run"
+                    " without having them; do this inside a chain module."
                 )
         missing = sorted(self.parameters - set(shared))
         if missing:
@@ -105,8 +107,10 @@ class Trace:
         return plan.stage_of[user] if user < len(plan.chain) else plan.num_stages - 1
 
     def _has(self, plan: PipelinePlan, origin: int, user: int) -> bool:
-        """Whether every stage that runs ``user`` has the true output of ``origin``."""
-        stage = self._stage(plan, user)
+        return self._stage_has(plan, origin, self._stage(plan, user))
+
+    def _stage_has(self, plan: PipelinePlan, origin: int, stage: int) -> bool:
+        """Whether ``stage`` has the true output of ``origin``: its own module's, or the one that it receives."""
         return plan.stage_of[origin] == stage or origin == plan.positions_of(stage)[0] - 1
 
 
@@ -215,14 +219,15 @@ class _Recorder(TorchFunctionMode):
             return func(*args, **kwargs)
         origins = self._origins_of((args, kwargs))
         name = getattr(func, "__name__", "")
-        if name in READS:
+        changed = [kwargs.get("out", args[0])] if writes(name, kwargs) and args else []
+        into_other = any(isinstance(leaf, Tensor) and not self._origins.get(leaf) for leaf in changed)
+        if name in READS or into_other:
             self._trace.reads.update((origin, len(self._trace.calls), name) for origin in origins)
         for leaf in pytree.tree_leaves((args, kwargs)):
             if isinstance(leaf, nn.Parameter) and leaf in self._parameters:
                 self._trace.parameters.add(self._parameters[leaf])
         result = func(*args, **kwargs)
         if origins:
-            changed = [kwargs.get("out", args[0])] if writes(name, kwargs) and args else []
             for leaf in (*pytree.tree_leaves(result), *changed):
                 if isinstance(leaf, Tensor):
                     self._origins[leaf] = self._origins.get(leaf, frozenset()) | origins

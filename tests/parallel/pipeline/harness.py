@@ -25,16 +25,6 @@ from lightning_dist.parallel.pipeline.sharding import average_loose_gradients, s
 Step = Callable[[nn.Module, Any], Any]
 
 
-def build(module: nn.Module, chain: Sequence[str], schedule: str, **settings: Any) -> tuple[Any, Any, Any]:
-    """Attaches a pipeline over the whole world to ``module``."""
-    world = dist.get_world_size()
-    plan = plan_pipeline(chain, world, schedule, sizes=settings.pop("sizes", None))
-    pipeline = attach_pipeline(module, plan, dist.get_rank(), shared=settings.pop("shared", ()))
-    group = dist.group.WORLD
-    runner = PipelineRunner(pipeline, group, group, torch.device("cpu"), **settings)
-    return plan, pipeline, runner
-
-
 def train_pipeline(
     factory: Callable[[], nn.Module],
     step: Step,
@@ -110,6 +100,11 @@ def train_pipeline(
         for name, value in module.state_dict().items()
     }
     return {"weights": weights_now, "losses": losses, "plan": plan.describe()}
+
+
+def train_schedules(*args: Any, schedules: Sequence[str], **settings: Any) -> dict[str, dict[str, Any]]:
+    """`train_pipeline` under several schedules one after the other, to start processes once."""
+    return {schedule: train_pipeline(*args, schedule=schedule, **settings) for schedule in schedules}
 
 
 def train_reference(

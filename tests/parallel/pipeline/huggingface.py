@@ -5,6 +5,7 @@ from __future__ import annotations
 from typing import Any
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor, nn
 
 from tests.parallel.pipeline.networks import Wrapper
@@ -87,3 +88,9 @@ def batches(family: str, sizes: list[int], length: int = 6) -> list[dict[str, Te
         else:
             made.append({"input_ids": ids, "labels": ids.clone()})
     return made
+
+
+def exact_step(module: Any, batch: dict[str, Tensor]) -> Tensor:
+    """The loss from the logits, in their own precision."""
+    logits = module.model(input_ids=batch["input_ids"]).logits
+    return F.cross_entropy(logits[:, :-1].flatten(0, 1), batch["labels"][:, 1:].flatten())

@@ -2,11 +2,15 @@
 
 from __future__ import annotations
 
+import dataclasses
 from typing import Any
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
+
+from lightning_dist.parallel.pipeline import PipelinePlan, placement, plan_pipeline
+from lightning_dist.parallel.pipeline.placement import find_schedule
 
 
 class Block(nn.Module):
@@ -143,3 +147,31 @@ def plain_sequential() -> nn.Module:
     for _ in range(4):
         layers += [nn.Linear(6, 6), nn.Tanh()]
     return Wrapper(nn.Sequential(*layers, nn.Linear(6, 3))).double()
+
+
+def plan_for(schedule: str, ranks: int) -> PipelinePlan:
+    return plan_pipeline(CHAIN, ranks, schedule)
+
+
+def train_resharding(*args: Any) -> dict[str, Any]:
+    """`train_pipeline` with parameters freed after forward under a zero-bubble schedule, past the refusal."""
+    from unittest import mock
+
+    from tests.parallel.pipeline import harness
+
+    whole = dataclasses.replace(find_schedule(args[4]), splits_backward=False)
+    with mock.patch.dict(placement.SCHEDULES, {whole.name: whole}):
+        return harness.train_pipeline(*args, reshard_after_forward=True)
+
+
+def labelled_batches(network: str, sizes: list[int]) -> list[Any]:
+    generator = torch.Generator().manual_seed(3)
+    shapes = {"plain_sequential": (6,), "residual_network": (3, 8, 8), "normalised": (6,)}
+    made = []
+    for size in sizes:
+        if network == "encoder_classifier":
+            inputs = torch.randint(0, 11, (size, 5), generator=generator)
+        else:
+            inputs = torch.randn(size, *shapes[network], generator=generator, dtype=torch.float64)
+        made.append((inputs, torch.randint(0, 3, (size,), generator=generator)))
+    return made
