@@ -5,7 +5,7 @@ from __future__ import annotations
 import difflib
 import fnmatch
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from torch import nn
@@ -36,7 +36,7 @@ class ModelPlan:
     experts: Sequence[str] | None = None
     shard: Sequence[str] | None = None
     sequence_dims: Mapping[str, int] | None = None
-    shared: Sequence[str] = field(default_factory=tuple)
+    shared: Sequence[str] | None = None
 
 
 def expand_names(network: nn.Module, patterns: Iterable[str], argument: str) -> list[str]:
