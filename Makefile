@@ -7,13 +7,14 @@ SHELL := /bin/bash
 .PHONY: help venv demo test test-quick test-cluster lint smollm2 clean
 
 # The first Python that is new enough, 3.11 (the tested one) before others; override with PYTHON=...
-PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13; do \
+PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
 	$$p -c 'import sys; sys.exit(sys.version_info < (3, 11))' 2>/dev/null && { echo $$p; break; }; done)
 # More arguments for the program behind a target: make demo ARGS="--epochs 1", make test ARGS="-k layout".
 ARGS ?=
 
 python := .venv/bin/python
-pip_install := $(python) -m pip install --quiet --constraint constraints.txt
+# Twice quiet: pip warns at length about sources that have none of the packages; its errors still show.
+pip_install := $(python) -m pip install --quiet --quiet --constraint constraints.txt
 export PIP_DISABLE_PIP_VERSION_CHECK := 1
 export PYTHONUNBUFFERED := 1
 
@@ -80,11 +81,12 @@ $(python):
 	if nvidia-smi >/dev/null 2>&1; then \
 		echo "== Installing torch $$version into .venv (an NVIDIA GPU is here: the ordinary build)"; \
 		$(pip_install) "torch==$$version" || exit 1; \
-		$(python) -c 'import torch; torch.version.cuda or print("Note: pip chose a torch without CUDA; it sees no GPU.")'; \
+		$(python) -W ignore -c 'import torch; torch.version.cuda or print("Note: pip chose a torch without CUDA; it will not use the GPU.")'; \
 	else \
 		echo "== Installing torch $$version into .venv (no NVIDIA GPU here: the CPU build, if pip finds one)"; \
 		if ! $(pip_install) "torch==$$version+cpu" 2>.venv/torch.log; then \
-			grep -q 'No matching distribution found for torch' .venv/torch.log || { cat .venv/torch.log >&2; exit 1; }; \
+			grep -qE '(No matching distribution found for|Cannot install) torch==' .venv/torch.log \
+				|| { cat .venv/torch.log >&2; exit 1; }; \
 			echo "Note: pip's sources have no CPU build of torch $$version; installing the ordinary one (GBs on Linux)."; \
 			$(pip_install) "torch==$$version" || exit 1; \
 		fi; \
@@ -97,6 +99,6 @@ stamps_hf := .venv/.installed-hf
 stamps_test := $(stamps_hf) .venv/.installed-test
 stamps_dev := $(stamps_test) .venv/.installed-dev
 $(stamps_dev): .venv/.installed-%: pyproject.toml constraints.txt .venv/.installed-torch
-	@echo '== Installing lightning-dist[$*] and what it needs into .venv'
+	@echo '== Installing lightning-dist[$*] and what it needs into .venv (minutes, the first time)'
 	@$(pip_install) -e '.[$*]'
 	@touch $(stamps_$*)
