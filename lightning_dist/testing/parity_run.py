@@ -15,6 +15,7 @@ from typing import Any
 import lightning.pytorch as pl
 import torch
 import torch.distributed as dist
+from lightning.fabric.utilities.warnings import PossibleUserWarning
 from lightning.pytorch.strategies import SingleDeviceStrategy, Strategy
 from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning_utilities.core.apply_func import apply_to_collection
@@ -162,7 +163,7 @@ def _fit(
 
 @contextlib.contextmanager
 def _quiet_lightning() -> Iterator[None]:
-    """Keeps back what a Trainer tells about devices, tips and its own use of torch; other warnings come through."""
+    """Keeps back what a Trainer tells about devices, loaders and its own use of torch; other warnings come through."""
     loggers = [logging.getLogger(name) for name in ("lightning.pytorch", "lightning.fabric")]
     levels = [logger.level for logger in loggers]
     for logger in loggers:
@@ -170,6 +171,8 @@ def _quiet_lightning() -> Iterator[None]:
     try:
         with warnings.catch_warnings():
             warnings.filterwarnings("ignore", category=FutureWarning, module=r"lightning\.")
+            warnings.filterwarnings("ignore", category=PossibleUserWarning)
+            warnings.filterwarnings("ignore", message="You defined a `validation_step` but have no `val_dataloader`")
             yield
     finally:
         for logger, level in zip(loggers, levels, strict=True):
