@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import datetime
 import json
+import sys
 import threading
 import time
 from typing import Any
@@ -58,20 +59,20 @@ def agree(store: dist.Store, topic: str, value: str, rank: int, ranks: list[int]
         raise DisagreementError(f"{_name(topic)}: the ranks differ: {parts}.")
 
 
-def publish_crash(store: dist.Store, rank: int, error: BaseException, others: int, linger: float = 5.0) -> None:
+def publish_crash(store: dist.Store, rank: int, error: BaseException, others: int, linger: float = 3.0) -> None:
     """Tells the other ranks why this one stops, before its process ends and their connections with it.
 
     Args:
-        store: The store that all ranks share; it dies with rank 0's process, so rank 0 waits for the others to read.
+        store: The store that all ranks share; it dies with rank 0's process.
         rank: This rank.
         error: What it stops for.
         others: How many other ranks there are.
-        linger: Seconds that rank 0 waits at most.
+        linger: Seconds to wait at most for the others to have read it, lest a launcher ends them first.
     """
     notice = json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"})
     first = store.compare_set(CRASH_KEY, "", notice).decode() == notice
     deadline = time.monotonic() + linger
-    while first and rank == 0 and store.add(f"{CRASH_KEY}/read", 0) < others and time.monotonic() < deadline:
+    while first and store.add(f"{CRASH_KEY}/read", 0) < others and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -113,8 +114,11 @@ class CrashWatch:
             try:
                 if self._store.check([CRASH_KEY]):
                     self._notice = json.loads(self._store.get(CRASH_KEY))
-                    self._store.add(f"{CRASH_KEY}/read", 1)
                     self._read.set()
+                    if (sentence := self.notice()) is not None:
+                        # Now: the launcher may end this process before its own exception is printed.
+                        print(f"rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
+                        self._store.add(f"{CRASH_KEY}/read", 1)
                     return
             except RuntimeError:
                 return  # The store's host has gone.

@@ -12,7 +12,7 @@ from typing import Any, Literal
 import torch
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
-from lightning.pytorch.callbacks import WeightAveraging
+from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveraging
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
@@ -278,7 +278,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def _refuse_unsuited(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
-            if isinstance(callback, WeightAveraging) and self.world_size > 1:
+            if isinstance(callback, WeightAveraging | StochasticWeightAveraging) and self.world_size > 1:
                 raise ValueError(
                     f"{type(callback).__name__} copies the whole model before it is sharded; use"
                     " lightning_dist.callbacks.ShardedWeightAveraging, which averages shard by shard."

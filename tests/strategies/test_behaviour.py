@@ -263,6 +263,50 @@ def test_an_overflow_on_one_rank_makes_every_rank_skip(pool, layout):
     assert one[2][1].isfinite().all()
 
 
+# --- one trainer, several calls ---
+
+
+class Validated(Classifier):
+    def validation_step(self, batch, batch_idx):
+        self.log("val_loss", self.loss(batch))
+
+    test_step = validation_step
+
+
+def several_calls(layout):
+    """Sanity check, validate, fit with validation, validate, test, and a second fit."""
+    module = make(Validated)
+    strategy_trainer = trainer(layout, num_sanity_val_steps=1, val_check_interval=2)
+    loaders = DataLoader(data(16), 2), DataLoader(data(6), 2)
+    before = strategy_trainer.validate(module, loaders[1], verbose=False)[0]["val_loss"]
+    strategy_trainer.fit(module, *loaders)
+    once = full_state(module)
+    after = strategy_trainer.validate(module, loaders[1], verbose=False)[0]["val_loss"]
+    tested = strategy_trainer.test(module, loaders[1], verbose=False)[0]["val_loss"]
+    strategy_trainer.fit_loop.max_epochs = 2
+    strategy_trainer.fit(module, *loaders)
+    plain = make(Classifier)
+    trainer(layout).fit(plain, loaders[0])
+    return (
+        before,
+        after,
+        tested,
+        worst(once, full_state(plain)),
+        strategy_trainer.global_step,
+        worst(full_state(module), once),
+    )
+
+
+@pytest.mark.parametrize("layout", ["shard=2", "replicate=2"])
+def test_evaluation_between_fits_changes_no_weight(pool, layout):
+    for before, after, tested, difference, steps, moved in run(pool, several_calls, 2, layout):
+        assert after < before
+        assert tested == pytest.approx(after)
+        assert difference == 0
+        assert steps == 8
+        assert moved > 0
+
+
 # --- evaluation and metrics --------------------------------------------------------------------------------------
 
 

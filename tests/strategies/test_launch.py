@@ -1,8 +1,10 @@
 """How the strategy is chosen and started, and what it refuses before anything is started."""
 
 import datetime
+import os
 import subprocess
 import sys
+import time
 from pathlib import Path
 
 import lightning as L
@@ -25,8 +27,6 @@ def command(*arguments: str) -> str:
 
 
 def _environment() -> dict[str, str]:
-    import os
-
     return {**os.environ, "PYTHONPATH": str(ROOT), "OMP_NUM_THREADS": "1"}
 
 
@@ -43,6 +43,23 @@ def test_torchrun_starts_the_processes():
     output = command(*torchrun, SCRIPT, "replicate=2")
     for rank in (0, 1):
         assert f"rank {rank} of 2: 2 steps as replicate=2" in output
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("launcher", [[], ["-m", "torch.distributed.run", "--standalone", "--nproc_per_node=2"]])
+def test_a_rank_that_raises_ends_the_run_and_the_others_say_why(launcher):
+    start = time.monotonic()
+    done = subprocess.run(
+        [sys.executable, *launcher, SCRIPT, "shard=2", "raise"],
+        cwd=ROOT,
+        env=_environment(),
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode != 0
+    assert "rank 0: rank 1 stopped the run: ZeroDivisionError: the sample at fault is number 7" in done.stderr
+    assert time.monotonic() - start < 90
 
 
 def test_a_world_of_one_needs_no_process_group():

@@ -160,7 +160,8 @@ def trainer(layout: str | None, **kwargs: Any) -> L.Trainer:
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
     """The whole model's weights on every rank. All ranks must call it."""
-    return get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
+    return {name: value.clone() for name, value in state.items()}
 
 
 def train(
