@@ -23,6 +23,7 @@ from lightning_dist.parallel.tensor.global_shapes import (
     run_on_plain_tensors,
 )
 from lightning_dist.parallel.tensor.heads import HeadPlan
+from lightning_dist.parallel.tensor.loss import return_plain_loss
 from lightning_dist.parallel.tensor.resolve import (
     COLUMNS,
     EMBEDDINGS,
@@ -47,8 +48,8 @@ class TensorParallelReport:
         replicated: Parameters held whole by every rank, each rank computing the same gradient.
         summed: Parameters held whole whose gradients are parts of a sum until `sum_replicated_gradients`.
         tied: Parameters of two names, which stay one.
-        sharded_logits: Whether the network returns logits cut along the classes; its loss then needs torch's
-            ``loss_parallel()`` around forward and backward.
+        sharded_logits: Whether the network returns logits cut along the classes (a DTensor); a loss that is computed
+            outside of its forward then needs `sharded_loss` around it.
     """
 
     styles: Mapping[str, str]
@@ -112,13 +113,15 @@ class _Application:
                 setattr(self._network.get_submodule(owner), attribute, value)
         for block in self._plan.on_dtensors:
             run_on_dtensors(self._network.get_submodule(block), self._group, self._placements_in(block))
+        for block in dict.fromkeys(self._plan.pairs.values()):
+            if self._own_random and not self._plan.inside_dtensors(block):
+                styles.close_random_region(self._network.get_submodule(block), self._group)
         self._tie_again()
         replicated = self._replicate_the_rest()
         self._apply_sequence_parallel()
         leave_fast_paths(self._network)
-        if self._own_random:
-            # An exception between two matrices leaves the region open; the next call starts afresh.
-            self._network.register_forward_pre_hook(_Reset(self._group.random))
+        if "loss_parallel" in self._plan.rules.values():
+            return_plain_loss(self._network)
         return TensorParallelReport(
             styles={name: str(rule) for name, rule in self._plan.rules.items()},
             on_dtensors=tuple(self._plan.on_dtensors),
@@ -255,16 +258,6 @@ class _Application:
                     sequence.draw_own_numbers(block, cut)
             sequence.cut_before(blocks[0], cut)
             sequence.gather_after(blocks[-1], cut)
-
-
-class _Reset:
-    """A forward hook that closes a region which an exception left open."""
-
-    def __init__(self, random: RandomRegion) -> None:
-        self._random = random
-
-    def __call__(self, module: nn.Module, args: Any) -> None:
-        self._random.reset()
 
 
 def _parameter_cut(module: nn.Module, name: str, style: str) -> Placement:

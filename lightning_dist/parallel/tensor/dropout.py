@@ -18,8 +18,7 @@ class RandomRegion:
     fixed step further, as on every other rank. After Megatron-LM's model-parallel random state (arXiv:1909.08053, B.2).
     Without it, all ranks would drop the same positions of their different heads.
 
-    No collectives, no wait for the device. The region is left by :meth:`leave`, or at the next :meth:`reset` if an
-    exception came between.
+    No collectives, no wait for the device.
 
     Args:
         rank: This rank's place in the tensor group.
@@ -39,8 +38,6 @@ class RandomRegion:
         if self._common is not None:
             _restore(*self._common)
             self._common = None
-
-    reset = leave
 
     @contextlib.contextmanager
     def on(self, device: torch.device) -> Iterator[None]:

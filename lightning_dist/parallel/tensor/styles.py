@@ -244,6 +244,21 @@ def cut_parameters(module: nn.Module, group: TensorGroup, placements: Mapping[st
     override_forward(module, forward)
 
 
+def close_random_region(block: nn.Module, group: TensorGroup) -> None:
+    """Ends the sharded work of a block with it, also where an exception leaves it half-way.
+
+    Activation checkpointing does that each time: it stops the repeated forward once it has what backward needs.
+    """
+
+    def forward(self: nn.Module, original: Forward, args: tuple, kwargs: dict) -> Any:
+        try:
+            return original(*args, **kwargs)
+        finally:
+            group.random.leave()
+
+    override_forward(block, forward)
+
+
 def is_conv1d(module: nn.Module) -> bool:
     """Whether ``module`` is GPT-2's linear layer with a transposed weight (transformers' ``Conv1D``)."""
     return type(module).__name__ == "Conv1D" and hasattr(module, "nf")

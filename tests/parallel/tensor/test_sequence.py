@@ -71,7 +71,7 @@ def checkpointed():
     for again in (False, True):
         network = parallel("llama")
         if again:
-            network.gradient_checkpointing_enable({"use_reentrant": False})
+            network.activation_checkpointing_enable({"use_reentrant": False})
             network.train()
         loss_of(network, batch).backward()
         gradients.append([p.grad.to_local() for p in network.parameters()])
