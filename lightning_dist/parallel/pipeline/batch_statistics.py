@@ -15,8 +15,8 @@ from torch.nn.modules.batchnorm import _BatchNorm
 class BatchStatistics:
     """Normalises each microbatch by its own statistics and moves the running ones once, by those of the whole batch.
 
-    Before each microbatch the running buffers are put back to what they were at the batch's start, and torch moves
-    them by that microbatch's mean and variance, which are so read off. At the end the batch's mean and (unbiased)
+    Each microbatch gets running buffers as they were at the batch's start, and torch moves them by that microbatch's
+    mean and variance, which are so read off. At the end the batch's mean and (unbiased)
     variance are put together from them and the buffers moved once, by the module's momentum.
 
     Args:
@@ -45,43 +45,49 @@ class BatchStatistics:
                 record.finish()
 
 
+_BUFFERS = ("running_mean", "running_var", "num_batches_tracked")
+
+
 class _Record:
+    """One norm's statistics during one batch.
+
+    Each microbatch moves buffers of its own: backward still needs those of its forward, and checks that nobody has
+    written into them.
+    """
+
     def __init__(self, norm: _BatchNorm) -> None:
         self._norm = norm
-        self._start = [buffer.clone() for buffer in self._buffers()]
+        self._start = [self._buffer(name) for name in _BUFFERS]
         self._seen: list[tuple[int, Tensor, Tensor]] = []
         self._handles = [norm.register_forward_pre_hook(self._before), norm.register_forward_hook(self._after)]
 
-    def _buffers(self) -> list[Tensor]:
-        norm = self._norm
-        assert norm.running_mean is not None and norm.running_var is not None and norm.num_batches_tracked is not None
-        return [norm.running_mean, norm.running_var, norm.num_batches_tracked]
-
-    def _restore(self) -> None:
-        for buffer, start in zip(self._buffers(), self._start, strict=True):
-            buffer.copy_(start)
+    def _buffer(self, name: str) -> Tensor:
+        buffer = self._norm._buffers[name]
+        assert buffer is not None
+        return buffer
 
     def _before(self, norm: nn.Module, inputs: Any) -> None:
-        if norm.training:
-            self._restore()
+        for name, start in zip(_BUFFERS, self._start, strict=True):
+            norm._buffers[name] = start.clone() if norm.training else start
 
     def _after(self, norm: nn.Module, inputs: Any, output: Tensor) -> None:
         if not norm.training:
             return
-        mean, variance, _ = self._buffers()
-        values = inputs[0].numel() // inputs[0].shape[1] if inputs[0].ndim > 1 else inputs[0].numel()
+        values = inputs[0].numel() // inputs[0].shape[1]
         if isinstance(norm, nn.SyncBatchNorm) and dist.is_initialized():
             values *= dist.get_world_size(norm.process_group)
         # Kept as the moved buffers; taken apart at the end, all microbatches at once.
-        self._seen.append((values, mean.clone(), variance.clone()))
+        self._seen.append((values, self._buffer("running_mean"), self._buffer("running_var")))
 
     def finish(self) -> None:
         for handle in self._handles:
             handle.remove()
+        for name, start in zip(_BUFFERS, self._start, strict=True):
+            self._norm._buffers[name] = start
         if not self._seen:
             return
         old_mean, old_variance, tracked = self._start
-        factor = self._norm.momentum if self._norm.momentum is not None else 1.0 / (tracked + 1)
+        factor: Any = self._norm.momentum if self._norm.momentum is not None else 1.0 / (tracked + 1)
         total = sum(values for values, _, _ in self._seen)
         means = [(moved - (1 - factor) * old_mean) / factor for _, moved, _ in self._seen]
         variances = [(moved - (1 - factor) * old_variance) / factor for _, _, moved in self._seen]
@@ -92,8 +98,7 @@ class _Record:
                 for seen, variance, part in zip(self._seen, variances, means, strict=True)
             ]
         ).sum(0)
-        running_mean, running_variance, counter = self._buffers()
-        running_mean.copy_((1 - factor) * old_mean + factor * mean)
-        running_variance.copy_((1 - factor) * old_variance + factor * spread / max(total - 1, 1))
-        counter.copy_(tracked + 1)
+        old_mean.copy_((1 - factor) * old_mean + factor * mean)
+        old_variance.copy_((1 - factor) * old_variance + factor * spread / max(total - 1, 1))
+        tracked.add_(1)
         self._seen.clear()

@@ -27,6 +27,7 @@ from lightning_dist.parallel.pipeline.guards import no_gradients_by_hand
 from lightning_dist.parallel.pipeline.microbatches import count_samples, even_sizes, signature, split_batch
 from lightning_dist.parallel.pipeline.placement import choose_microbatches, fit_microbatches
 from lightning_dist.parallel.pipeline.random_streams import RandomStreams
+from lightning_dist.parallel.pipeline.results import share
 from lightning_dist.parallel.pipeline.stage import BoundaryStage
 
 MOST_SCHEDULES = 16
@@ -176,14 +177,9 @@ class PipelineRunner:
         """Runs forward only; arguments and result as `train`. ``step`` may return anything."""
         return self._run(microbatches, step, kind, False, [1.0] * len(microbatches.parts), step_index)
 
-    def broadcast(self, value: Any) -> Any:
-        """Gives every rank of the pipeline what the rank with the last stage has.
-
-        Collectives: a broadcast of a pickled object on ``control_group``.
-        """
-        box = [value if self.has_last_stage else None]
-        dist.broadcast_object_list(box, group=self.control_group, group_src=self.plan.last_rank)
-        return box[0]
+    def share(self, value: Any) -> Any:
+        """Gives every rank of the pipeline what the rank with the last stage has; see `results.share`."""
+        return share(value, self.plan.last_rank, self.group, self.control_group, self._device)
 
     def _run(
         self, microbatches: Microbatches, step: Step, kind: str, training: bool, scales: Sequence[Any], step_index: int

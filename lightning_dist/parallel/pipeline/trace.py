@@ -70,13 +70,13 @@ class Trace:
             if position != place:
                 order = ", ".join(chain[call] for call in self.calls[: place + 1])
                 return (
-                    f"The step calls the pipeline's chain modules in another order than the chain's: {order}; write them"
-                    " in calling order in ModelPlan.pipeline, every one of them called in every step."
+                    f"The step calls the pipeline's chain modules in another order than the chain's: {order}; write"
+                    " them in calling order in ModelPlan.pipeline, every one of them called in every step."
                 )
         if self.incomplete is None and len(self.calls) < len(chain):
             return (
-                f"The step does not call {chain[len(self.calls)]} of the pipeline's chain; each module of the chain must"
-                " be called once in every step. Leave it out of ModelPlan.pipeline."
+                f"The step does not call {chain[len(self.calls)]} of the pipeline's chain; each module of the chain"
+                " must be called once in every step. Leave it out of ModelPlan.pipeline."
             )
         for origin, user in sorted(self.uses, key=lambda use: (use[1], use[0])):
             if not self._has(plan, origin, user):

@@ -246,7 +246,7 @@ class FrozenLastStage(Network):
 
 
 class NormalisedFirst(nn.Module):
-    """A BatchNorm whose input does not depend on microbatches, so its pooled statistics are those of the whole batch."""
+    """A BatchNorm whose input does not depend on microbatches: its pooled statistics are those of the batch."""
 
     def __init__(self, momentum: float | None = 0.1) -> None:
         super().__init__()
@@ -260,9 +260,9 @@ KINDS: dict[str, Callable[[], nn.Module]] = {
     kind.__name__: kind
     for kind in (
         Network, SkipConnection, EncoderToEveryBlock, SkipToResult, SkipThroughAttribute, CalledTwice, OtherOrder,
-        NotCalled, ForeignParameterUsed, ValueRead, WritesInto, GradientInside, RandomPrefix, DropoutNetwork, PairNetwork,
-        TiedNetwork, SharedUse, LooseParameters, CheckpointedCalls, ReentrantCalls, InPlaceBetween, ViewNetwork,
-        FrozenFirstStage, FrozenLastStage, NormalisedFirst,
+        NotCalled, ForeignParameterUsed, ValueRead, WritesInto, GradientInside, RandomPrefix, DropoutNetwork,
+        PairNetwork, TiedNetwork, SharedUse, LooseParameters, CheckpointedCalls, ReentrantCalls, InPlaceBetween,
+        ViewNetwork, FrozenFirstStage, FrozenLastStage, NormalisedFirst,
     )
 }  # fmt: skip
 

@@ -79,7 +79,7 @@ def train_pipeline(
             reduce_gradients=last,
         )
         part = torch.tensor(
-            runner.broadcast(
+            runner.share(
                 sum(value * float(loss) for value, loss in zip(weights, outputs, strict=True) if value) / total
                 if outputs is not None
                 else None
