@@ -77,6 +77,10 @@ def test_loss_weight_counts_what_the_module_counts(pool):
     assert not report.same
 
 
+def test_a_part_of_weight_zero_has_no_say(pool):
+    assert_parity(modules.MaskedMean, modules.batches_with_an_empty_part, "shard=2", pool=pool)
+
+
 def test_clipping_is_compared(pool):
     report = assert_parity(modules.Regression, modules.batches, "shard=2", gradient_clip_val=0.01, pool=pool)
     assert all(one > 0.01 for one, _ in report.gradient_norms)  # recorded before clipping, and clipped every time
