@@ -40,6 +40,8 @@ def gather_after(block: nn.Module, group: TensorGroup) -> None:
         output = original(*args, **kwargs)
         hidden = output[0] if isinstance(output, tuple) else output
         whole = gather(hidden, dim, hidden.shape[dim] * group.size, group.group)
+        if whole._is_view():  # FSDP2 hangs its backward on a block's output, and warns of views
+            whole = whole.clone()
         return (whole, *output[1:]) if isinstance(output, tuple) else whole
 
     override_forward(block, forward)
