@@ -87,7 +87,8 @@ class _Record:
         if not self._seen:
             return
         old_mean, old_variance, tracked = self._start
-        factor: Any = self._norm.momentum if self._norm.momentum is not None else 1.0 / (tracked + 1)
+        momentum = self._norm.momentum
+        factor: Any = momentum if momentum is not None else 1.0 / (tracked.double() + 1)
         total = sum(values for values, _, _ in self._seen)
         means = [(moved - (1 - factor) * old_mean) / factor for _, moved, _ in self._seen]
         variances = [(moved - (1 - factor) * old_variance) / factor for _, _, moved in self._seen]

@@ -84,6 +84,9 @@ REFUSED = {
 }
 
 
+QUICKLY = ("SkipThroughAttribute", "ForeignParameterUsed", "ValueRead")
+
+
 def traced(kind: str, chain: list[str]) -> Trace:
     return Tracer(awkward.build(kind), chain).trace(language_step, token_batches([8])[0])
 
@@ -97,7 +100,9 @@ def test_refused_before_anything_runs(kind: str) -> None:
         raise RuntimeError(sentence)
 
 
-@pytest.mark.parametrize("kind", REFUSED)
+@pytest.mark.parametrize(
+    "kind", [*QUICKLY, *(pytest.param(kind, marks=pytest.mark.slow) for kind in REFUSED if kind not in QUICKLY)]
+)
 def test_refused_while_it_runs_where_it_was_not_traced(pool: WorkerPool, kind: str) -> None:
     chain = CHAIN[:-1] if kind == "ForeignParameterUsed" else CHAIN
     with pytest.raises(WorkerError, match=f"PipelineError: .*({REFUSED[kind]})"):
@@ -141,7 +146,15 @@ def test_tracing_leaves_the_module_alone_and_counts_work() -> None:
 EXACT = ("bert", "llama_classifier")
 
 
-@pytest.mark.parametrize("family", ["llama", "llama_tied", "qwen3", "gpt2", "gemma3", "bert", "llama_classifier"])
+@pytest.mark.parametrize(
+    "family",
+    [
+        "llama_tied",
+        "gemma3",
+        "bert",
+        *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3", "gpt2", "llama_classifier")),
+    ],
+)
 def test_hugging_face_models_unchanged(pool: WorkerPool, family: str) -> None:
     """To 1e-6 where the library computes the loss in float32 by itself: all its causal models."""
     factory = partial(huggingface.build, family)
@@ -156,7 +169,9 @@ def test_hugging_face_models_unchanged(pool: WorkerPool, family: str) -> None:
         assert_same([rank[schedule] for rank in ranks], reference, 1e-9 if family in EXACT else 1e-6)
 
 
-@pytest.mark.parametrize("family", ["llama", "qwen3", "gpt2"])
+@pytest.mark.parametrize(
+    "family", ["gpt2", *(pytest.param(family, marks=pytest.mark.slow) for family in ("llama", "qwen3"))]
+)
 def test_hugging_face_models_with_a_loss_in_float64(pool: WorkerPool, family: str) -> None:
     factory = partial(huggingface.build, family)
     batches = huggingface.batches(family, [6, 6])

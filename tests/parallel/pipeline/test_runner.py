@@ -27,8 +27,15 @@ def test_the_step_runs_once_for_each_microbatch_and_stage(pool: WorkerPool, sche
         assert rank["forwards"] == dict.fromkeys(rank["own"], wanted)
 
 
-@pytest.mark.parametrize("schedule", ALL)
-@pytest.mark.parametrize("train_between", [False, True])
+@pytest.mark.parametrize(
+    ("schedule", "train_between"),
+    [
+        ("1F1B", False),
+        ("ZBVZeroBubble", False),
+        ("DualPipeV", True),
+        *(pytest.param(name, train, marks=pytest.mark.slow) for name in ALL for train in (False, True)),
+    ],
+)
 def test_evaluation_before_between_and_after_training(pool: WorkerPool, schedule: str, train_between: bool) -> None:
     """C21, and V schedules, for which torch's own eval crashes; outputs are those of one process."""
     batches = token_batches([8, 3, 1], [5, 6, 5])
