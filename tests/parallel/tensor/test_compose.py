@@ -1,0 +1,101 @@
+"""What users do to a network beside tensor parallelism: compile it, copy it, run it in mixed precision, export it."""
+
+import copy
+
+import pytest
+import torch
+
+from lightning_dist import ParallelLayout
+from lightning_dist.parallel.tensor import apply_tensor_parallel, sum_replicated_gradients
+from tests.parallel.tensor.compare import gradients, plan_for, weights, worst_difference
+from tests.parallel.tensor.models import batch_for, build, loss_of
+
+
+def parallel(kind, sequence_parallel=False, **settings):
+    mesh = ParallelLayout.parse("tp=2").resolve(2).build_mesh("cpu")
+    network = build(kind, **settings)
+    apply_tensor_parallel(network, mesh, plan_for(kind, network, sequence_parallel))
+    return network
+
+
+def compiled(kind, sequence_parallel):
+    reference, network = build(kind), parallel(kind, sequence_parallel)
+    batch = batch_for(kind)
+    for block in network.blocks if kind == "hand_written" else network.model.layers:
+        block.compile(backend="aot_eager")
+    loss_of(reference, batch).backward()
+    for _ in range(2):  # the second call uses what the first compiled
+        network.zero_grad()
+        loss_of(network, batch).backward()
+    sum_replicated_gradients(network.parameters())
+    return worst_difference(gradients(reference), gradients(network))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("kind", "sequence_parallel"), [("llama", False), ("llama", True), ("hand_written", False)]
+)
+def test_compiled_blocks_equal_one_process(pool, kind, sequence_parallel):
+    for difference, name in pool.run(compiled, 2, kind, sequence_parallel, timeout=170):
+        assert difference <= 1e-9, name
+
+
+def copied():
+    """A copy (weight averaging makes one) computes with its own weights, not with those it was copied from."""
+    network = parallel("qwen3")
+    twin = copy.deepcopy(network)
+    batch = batch_for("qwen3")
+    before = loss_of(network, batch).item()
+    with torch.no_grad():
+        for parameter in network.parameters():
+            parameter.mul_(0.5)
+    assert loss_of(network, batch).item() != before
+    return loss_of(twin, batch).item() == before
+
+
+def test_a_copy_has_weights_of_its_own(pool):
+    assert pool.run(copied, 2) == [True, True]
+
+
+def mixed_precision(kind):
+    batch = batch_for(kind)
+    losses = []
+    for network in (build(kind, dtype=torch.float32), parallel(kind, dtype=torch.float32)):
+        optimizer = torch.optim.SGD(network.parameters(), 0.1)
+        curve = []
+        for _ in range(5):
+            with torch.autocast("cpu", torch.bfloat16):
+                loss = loss_of(network, batch)
+            loss.backward()
+            sum_replicated_gradients(network.parameters())
+            assert all(parameter.grad.dtype == torch.float32 for parameter in network.parameters())
+            optimizer.step()
+            optimizer.zero_grad()
+            curve.append(loss.item())
+        losses.append(curve)
+    return losses
+
+
+def test_bf16_mixed_follows_one_process(pool):
+    for expected, found in pool.run(mixed_precision, 2, "llama"):
+        assert expected[-1] < expected[0] - 0.05
+        # bf16 has 8 bits: products of 64 terms differ by about 1e-3, far below what five steps change.
+        assert max(abs(a - b) for a, b in zip(expected, found, strict=True)) < 5e-3
+
+
+def state():
+    network = parallel("gpt2")
+    names = set(network.state_dict())
+    again = parallel("gpt2")
+    with torch.no_grad():
+        for parameter in again.parameters():
+            parameter.zero_()
+    again.load_state_dict(network.state_dict())
+    equal = all(torch.equal(a, b) for a, b in zip(weights(network).values(), weights(again).values(), strict=True))
+    return names == set(build("gpt2").state_dict()), equal, type(network).__name__, again.lm_head.weight is (
+        again.transformer.wte.weight
+    )
+
+
+def test_names_classes_and_state_dicts_stay(pool):
+    assert pool.run(state, 2) == [(True, True, "GPT2LMHeadModel", True)] * 2
