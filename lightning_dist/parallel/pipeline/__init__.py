@@ -2,7 +2,12 @@
 
 from lightning_dist.parallel.pipeline.attach import AttachedPipeline, attach_pipeline
 from lightning_dist.parallel.pipeline.foreign import PipelineError
-from lightning_dist.parallel.pipeline.ownership import Ownership, SharedParameter, sum_shared_gradients
+from lightning_dist.parallel.pipeline.ownership import (
+    Ownership,
+    SharedParameter,
+    equalise_shared,
+    sum_shared_gradients,
+)
 from lightning_dist.parallel.pipeline.placement import SCHEDULES, PipelinePlan, plan_pipeline
 from lightning_dist.parallel.pipeline.random_streams import RandomStreams
 from lightning_dist.parallel.pipeline.runner import Microbatches, PipelineRunner, add_gradients, new_gradients
@@ -19,6 +24,7 @@ __all__ = [
     "SharedParameter",
     "add_gradients",
     "attach_pipeline",
+    "equalise_shared",
     "new_gradients",
     "plan_pipeline",
     "sum_shared_gradients",

@@ -35,7 +35,7 @@ class Ownership:
         rank: This pipeline rank.
         ranks_of: The pipeline ranks that have each name (tied parameters under each of their names), ascending.
         shared: Those parameters that more than one rank has, in module order, the same on every rank.
-        tied_in_rank: Names of parameters that two stages of one rank, or a chain module and code outside, share.
+        loose: Names of parameters outside the chain, or tied between its modules: whole on each rank that has them.
     """
 
     rank: int
@@ -142,3 +142,28 @@ def _sum_over(gradient: Tensor, ranks: tuple[int, ...], rank: int, group: dist.P
     for other in others:
         dist.send(total, group=group, group_dst=other)
     gradient.copy_(total)
+
+
+def equalise_shared(ownership: Ownership, module: nn.Module, group: dist.ProcessGroup) -> None:
+    """Gives every rank the same values of what several stages have, parameters and buffers, from the first of them.
+
+    Each rank fills memory and draws initial weights by itself, so outside the chain, and where weights are tied, they
+    would differ. To be called before sharding; stages themselves are made equal over the data ranks.
+
+    Collectives: one message for each such tensor to every rank but the first that has it, on ``group``.
+    """
+    named = dict([*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False)])
+    sent: set[int] = set()
+    for name, ranks in ownership.ranks_of.items():
+        if len(ranks) < 2 or ownership.rank not in ranks or id(named[name]) in sent:
+            continue
+        tensor = named[name]
+        sent.add(id(tensor))
+        whole = tensor.detach().contiguous()
+        if ownership.rank == ranks[0]:
+            for other in ranks[1:]:
+                dist.send(whole, group=group, group_dst=other)
+        else:
+            dist.recv(whole, group=group, group_src=ranks[0])
+            with torch.no_grad():
+                tensor.copy_(whole)

@@ -184,3 +184,12 @@ def test_a_step_without_a_scalar_loss_is_refused(pool: WorkerPool, where: str, s
 def test_a_step_that_swallows_the_boundary_is_refused(pool: WorkerPool) -> None:
     with pytest.raises(WorkerError, match="StageBoundary"):
         pool.run(workers.swallowing, 2, timeout=60)
+
+
+def test_what_several_stages_have_begins_equal_on_ranks_that_were_not_seeded_alike(pool: WorkerPool) -> None:
+    """And equal-shaped layers of different stages do not (C14)."""
+    last, first = pool.run(workers.unseeded, 2, "TiedNetwork", timeout=60)
+    assert last.keys() & first.keys() == {"model.position", "model.embed.weight", "model.head.weight"}
+    for name in last.keys() & first.keys():
+        assert torch.equal(last[name], first[name])
+    assert not torch.equal(first["model.blocks.0.up.weight"], last["model.blocks.5.up.weight"])

@@ -18,6 +18,7 @@ from lightning_dist.parallel.pipeline import (
     RandomStreams,
     add_gradients,
     attach_pipeline,
+    equalise_shared,
     new_gradients,
     plan_pipeline,
 )
@@ -245,3 +246,12 @@ def draws(factory: Callable[[], nn.Module], schedule: str, batches: list[Any]) -
         runner.train(runner.split(batch), lambda part, _: language_step(module, part), step_index=index)
     assert torch.equal(before, torch.get_rng_state())
     return {name: parameter.grad for name, parameter in module.named_parameters() if parameter.grad is not None}
+
+
+def unseeded(kind: str) -> dict[str, torch.Tensor]:
+    """Initial weights after what several stages have was made equal, on ranks that draw different ones."""
+    torch.manual_seed(dist.get_rank())
+    module = networks.Wrapper(awkward.KINDS[kind]())
+    pipeline, _ = runner_for(module, "1F1B")
+    equalise_shared(pipeline.ownership, module, dist.group.WORLD)
+    return {name: value.detach().clone() for name, value in module.named_parameters(remove_duplicate=False)}
