@@ -4,8 +4,9 @@ from __future__ import annotations
 
 import json as json_format
 import math
+import sys
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, redirect_stdout
 from typing import TYPE_CHECKING, Annotated, Any, Literal, NoReturn
 
 import typer
@@ -53,7 +54,8 @@ def verify(
     run failed. 2: wrong use.
     """
     try:
-        factory = load_factory(target)
+        with redirect_stdout(sys.stderr):  # what the user's file prints is not part of the result
+            factory = load_factory(target)
     except ValueError as error:
         _refuse(str(error))
     from lightning_dist.testing import WorkerError, compare_with_one_process

@@ -1,7 +1,6 @@
 """``lightning-dist verify``: exit codes, what is printed, and one sentence for each wrong use."""
 
 import json
-import os
 import subprocess
 import sys
 import textwrap
@@ -159,15 +158,10 @@ def test_the_console_script_checks_a_module_in_the_current_folder(tmp_path):
             return Model(), [{"x": torch.randn(4, 3)} for _ in range(2)]
         """)
     )
-    command = [Path(sys.executable).with_name("lightning-dist"), "verify", "mine:build", "--layout", "replicate=2"]
-    result = subprocess.run(
-        command,
-        cwd=tmp_path,
-        env=os.environ | {"COLUMNS": "120"},
-        capture_output=True,
-        text=True,
-        timeout=120,
-        check=False,
-    )
+    script = Path(sys.executable).with_name("lightning-dist")
+    command = [script, "verify", "mine:build", "--layout", "replicate=2", "--json"]
+    result = subprocess.run(command, cwd=tmp_path, capture_output=True, text=True, timeout=120, check=False)
     assert result.returncode == 0, result.stderr
-    assert "SAME: layout replicate=2 (2 ranks)" in result.stdout and "AdamW" in result.stdout
+    report = json.loads(result.stdout)
+    assert report["same"] and report["world_size"] == 2 and report["optimizers"] == ["AdamW"]
+    assert "a module may print" in result.stderr

@@ -28,7 +28,7 @@ def run(folder, *command):
 def test_the_page_does_what_it_says(written):
     (command,) = re.findall(r"^\$ (lightning-dist .*)$", DOCUMENT.read_text(), re.MULTILINE)
     script = Path(sys.executable).with_name("lightning-dist")
-    assert "SAME: layout replicate=2,shard=2" in run(written, script, *command.split()[1:]).stdout
+    assert "SAME: layout shard=2" in run(written, script, *command.split()[1:]).stdout
     assert run(written, sys.executable, "check_model.py").stdout.count("SAME: layout ") == 2
     sums, failure, who = run(written, sys.executable, "ranks.py").stdout.splitlines()
     assert sums == "[33, 33, 33]" and who == "1 ValueError"
