@@ -7,7 +7,8 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from typing import Any
 
 import torch
@@ -202,3 +203,28 @@ def fake_copy(module: nn.Module, mode: Any, keep: Iterable[object]) -> nn.Module
 
     with mode, FakeCopyMode(mode):
         return copy.deepcopy(module, {id(entry): entry for entry in keep})
+
+
+@contextmanager
+def optimizers_of_nothing() -> Iterator[None]:
+    """Within it an optimizer may be made of no parameters: a pipeline stage may have none to train (torch 2.13)."""
+    original = torch.optim.Optimizer.__init__
+
+    def accept(self: torch.optim.Optimizer, params: Any, defaults: dict[str, Any]) -> None:
+        params = params if isinstance(params, torch.Tensor | dict) else list(params)
+        original(self, params if len(params) else [{"params": []}], defaults)
+
+    torch.optim.Optimizer.__init__ = accept  # type: ignore[method-assign]
+    try:
+        yield
+    finally:
+        torch.optim.Optimizer.__init__ = original  # type: ignore[method-assign]
+
+
+def set_context_rotation(method: str) -> None:
+    """How torch's context parallelism passes keys and values on, "allgather" or "alltoall" (torch 2.11 to 2.13)."""
+    try:
+        from torch.distributed.tensor.experimental._attention import set_rotate_method
+    except ImportError as error:
+        raise _missing("torch.distributed.tensor.experimental._attention.set_rotate_method", "torch") from error
+    set_rotate_method(method)
