@@ -14,6 +14,9 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel import data, meta
 from lightning_dist.parallel.activation import ActivationCheckpointing, checkpoint_activations
+from lightning_dist.parallel.pipeline import AttachedPipeline, PipelinePlan, attach_pipeline
+from lightning_dist.parallel.pipeline.ownership import equalise_shared
+from lightning_dist.parallel.pipeline.sharding import shard_stages
 
 
 @dataclass(frozen=True)
@@ -27,12 +30,23 @@ class ParallelSettings:
 
 @dataclass(frozen=True)
 class ParallelModule:
-    """What was made of a module, kept with it from fit to test."""
+    """What was made of a module, kept with it from fit to test.
+
+    Args:
+        layout: The layout it was made for.
+        settings: How units were treated.
+        units: The modules that are gathered one at a time.
+        fsdp_modules: All modules that FSDP2 manages, the roots among them.
+        names: The names of the whole module's state, in its order, of which a pipeline rank has a part.
+        pipeline: The pipeline that was attached, if any.
+    """
 
     layout: ParallelLayout
     settings: ParallelSettings
     units: dict[str, nn.Module]
     fsdp_modules: list[FSDPModule] = field(default_factory=list)
+    names: list[str] = field(default_factory=list)
+    pipeline: AttachedPipeline | None = None
 
 
 def parallelise(
@@ -62,20 +76,21 @@ def parallelise(
         roots: The outermost modules to shard: ``module`` itself, or parts that cover it.
         root_methods: Methods of ``module`` that use its parameters as its forward does, where it is the root.
     """
+    names = list(module.state_dict())
     units = {name: module.get_submodule(name) for name in unit_names}
     initialise = meta.initialiser_of(module)
     sharded = mesh is not None and layout.data_size > 1
 
-    def make_real(part: nn.Module) -> None:
+    def make_real(part: nn.Module, name: str) -> None:
         if meta.has_meta_tensors(part):
-            meta.materialise(part, device, initialise)
+            meta.materialise(part, device, initialise, name)
         convert(part)
         part.to(device)
         if dist.is_initialized():
             data.equalise_weights(part)
 
-    for unit in units.values():
-        make_real(unit)
+    for name, unit in units.items():
+        make_real(unit, name)
         # Checkpointing inside compile, so that the compiler sees what is computed again; both inside FSDP2's hooks.
         checkpoint_activations([unit], settings.activation_checkpointing)
         if settings.compile:
@@ -83,12 +98,72 @@ def parallelise(
         if sharded:
             assert mesh is not None
             data.shard_module(unit, mesh, reshard_after_forward=settings.reshard_after_forward)
-    make_real(module)
+    make_real(module, "")
     if not sharded:
-        return ParallelModule(layout, settings, units)
+        return ParallelModule(layout, settings, units, names=names)
     assert mesh is not None
     for root in roots:
         if not isinstance(root, FSDPModule):
             data.shard_module(root, mesh, reshard_after_forward=settings.reshard_after_forward, root=True)
         data.make_root(root, root_methods if root is module else ())
-    return ParallelModule(layout, settings, units, data.fsdp_modules(module))
+    return ParallelModule(layout, settings, units, data.fsdp_modules(module), names)
+
+
+def parallelise_stages(
+    module: nn.Module,
+    unit_names: Sequence[str],
+    plan: PipelinePlan,
+    layout: ParallelLayout,
+    mesh: DeviceMesh,
+    device: torch.device,
+    settings: ParallelSettings,
+    *,
+    convert: Callable[[nn.Module], nn.Module],
+    stage_group: dist.ProcessGroup | None,
+    shared: Sequence[str],
+) -> ParallelModule:
+    """Keeps this rank's stages: attach, memory, precision, equal weights, checkpointing, compile, shard.
+
+    Collectives: broadcasts of this rank's parameters and buffers over the ranks of its stages, and those of
+    :func:`~lightning_dist.parallel.pipeline.ownership.equalise_shared`.
+
+    Args:
+        module: The whole module, its parameters real or on the meta device.
+        unit_names: Modules inside the chain's modules that are gathered one at a time as well.
+        plan: Stages and ranks.
+        layout: The resolved layout.
+        mesh: Its mesh.
+        device: This rank's device.
+        settings: How units are treated; ``reshard_after_forward="auto"`` is False here, for every microbatch would
+            gather again.
+        convert: Changes a module's precision.
+        stage_group: The ranks that have the same stages; None if this rank alone has them.
+        shared: Full names of parameters that every stage is to have.
+    """
+    names = list(module.state_dict())
+    group = mesh["pipeline"].get_group()
+    rank = mesh.get_local_rank("pipeline")
+    initialise = meta.initialiser_of(module)
+    pipeline = attach_pipeline(module, plan, rank, global_ranks=dist.get_process_group_ranks(group), shared=shared)
+    if meta.has_meta_tensors(module):
+        meta.materialise(module, device, initialise)
+    convert(module)
+    module.to(device)
+    if stage_group is not None:
+        data.equalise_weights(module, stage_group)
+    equalise_shared(pipeline.ownership, module, group)
+    local = [name for position, name in enumerate(plan.chain) if pipeline.dispatcher.is_local(position)]
+    inner = [unit for unit in unit_names if any(unit.startswith(f"{name}.") for name in local)]
+    treated = [module.get_submodule(name) for name in (inner or local)]
+    checkpoint_activations(treated, settings.activation_checkpointing)
+    if settings.compile:
+        for unit in treated:
+            unit.compile()
+    axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
+    if axes:
+        reshard = settings.reshard_after_forward is True
+        shard_stages(pipeline, mesh[axes], units=inner, reshard_after_forward=reshard)
+        for stage in pipeline.stages:
+            data.make_root(stage, ())
+    managed = [unit for stage in pipeline.stages for unit in data.fsdp_modules(stage)]
+    return ParallelModule(layout, settings, {}, managed, names, pipeline)

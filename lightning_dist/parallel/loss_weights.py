@@ -65,6 +65,12 @@ class LossWeights:
         self._window.append(weight)
         return weight / self._reference
 
+    def factor(self, weight: Tensor | float) -> Tensor | float:
+        """The factor for a part's loss, where the batch that was added last is made of parts with weights."""
+        if isinstance(weight, Tensor):
+            weight = weight.detach().to(_widest(weight.device)).reshape(())
+        return weight / self._reference
+
     def gradient_factor(self, window: int) -> Tensor | float:
         """The factor for the gradients of the window's batches.
 

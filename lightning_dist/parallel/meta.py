@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import zlib
 from collections.abc import Callable
 
 import torch
@@ -12,7 +13,9 @@ def has_meta_tensors(module: nn.Module) -> bool:
     return any(tensor.is_meta for tensor in (*module.parameters(), *module.buffers()))
 
 
-def materialise(module: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None]) -> None:
+def materialise(
+    module: nn.Module, device: torch.device, initialise: Callable[[nn.Module], None], module_name: str = ""
+) -> None:
     """Gives the meta tensors of ``module`` memory on ``device`` and initialises them; ties between them stay.
 
     Memory is filled with NaN first, so that whatever initialisation leaves out is found, not trained on.
@@ -21,6 +24,7 @@ def materialise(module: nn.Module, device: torch.device, initialise: Callable[[n
         module: Module with tensors on the meta device, maybe beside real ones.
         device: Where they go.
         initialise: Called with each submodule that owns such tensors, in module order; see :func:`initialiser_of`.
+        module_name: The full name of ``module``.
 
     Raises:
         RuntimeError: Naming the parameter or buffer that was left uninitialised.
@@ -28,7 +32,7 @@ def materialise(module: nn.Module, device: torch.device, initialise: Callable[[n
     real: dict[int, Tensor] = {}
     owners: list[tuple[str, nn.Module]] = []
     names: list[tuple[nn.Module, str, str]] = []
-    for prefix, submodule in module.named_modules():
+    for prefix, submodule in module.named_modules(prefix=module_name):
         for tensors in (submodule._parameters, submodule._buffers):
             for name, tensor in list(tensors.items()):
                 if tensor is None or not tensor.is_meta:
@@ -44,8 +48,13 @@ def materialise(module: nn.Module, device: torch.device, initialise: Callable[[n
                 names.append((submodule, name, f"{prefix}.{name}" if prefix else name))
                 if not owners or owners[-1][1] is not submodule:
                     owners.append((prefix, submodule))
-    for _, submodule in owners:
-        initialise(submodule)
+    # A stream of random numbers for each module: what it is initialised with must not depend on which others this
+    # rank holds, and equal layers of different pipeline stages must differ.
+    seed = torch.initial_seed()
+    with torch.random.fork_rng(devices=[device] if device.type == "cuda" else []):
+        for prefix, submodule in owners:
+            torch.manual_seed(zlib.crc32(f"{seed} {prefix}".encode()))
+            initialise(submodule)
     for submodule, name, full_name in names:
         tensor = getattr(submodule, name)
         if tensor.is_floating_point() and bool(tensor.isnan().any()):

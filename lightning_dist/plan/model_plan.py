@@ -20,8 +20,8 @@ class ModelPlan:
 
     Args:
         network: Attribute of the LightningModule that holds the network; ``""`` is the module itself, None finds it.
-        pipeline: Modules in the order in which the network calls them, the hidden state their first argument; or a
-            list of such lists, one for each stage.
+        pipeline: Modules in the order in which the network calls them, the hidden state their first argument; a
+            list of such lists, one for each stage; or how many modules of the chain that is found each stage has.
         tensor: Tensor-parallel style of modules: a name (``"colwise"``, ``"rowwise"``, …) or a torch
             ``ParallelStyle``.
         experts: Modules that hold experts.
@@ -31,7 +31,7 @@ class ModelPlan:
     """
 
     network: str | None = None
-    pipeline: Sequence[str] | Sequence[Sequence[str]] | None = None
+    pipeline: Sequence[str] | Sequence[Sequence[str]] | Sequence[int] | None = None
     tensor: Mapping[str, Any] | None = None
     experts: Sequence[str] | None = None
     shard: Sequence[str] | None = None

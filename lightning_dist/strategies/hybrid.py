@@ -23,19 +23,29 @@ from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 
 from lightning_dist import _compat
-from lightning_dist.layout import ParallelLayout
+from lightning_dist.layout import MESH_AXES, ParallelLayout
 from lightning_dist.parallel import agreement, data, gradients, loaders
 from lightning_dist.parallel import batch as batches
 from lightning_dist.parallel.activation import ActivationCheckpointing
-from lightning_dist.parallel.apply import ParallelModule, ParallelSettings, parallelise
+from lightning_dist.parallel.apply import ParallelModule, ParallelSettings, parallelise, parallelise_stages
 from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
 from lightning_dist.parallel.path_check import PathCheck
+from lightning_dist.parallel.pipeline import PipelineRunner, RandomStreams, plan_pipeline
+from lightning_dist.parallel.pipeline.checks import find_refusal
+from lightning_dist.parallel.pipeline.costs import module_costs
+from lightning_dist.parallel.pipeline.placement import find_schedule
+from lightning_dist.parallel.pipeline.trace import Tracer
 from lightning_dist.plan import ModelPlan
-from lightning_dist.plan.units import find_units
+from lightning_dist.plan.chain import find_chain
+from lightning_dist.plan.units import find_network, find_units
 from lightning_dist.strategies import module_checkpoint
 from lightning_dist.strategies.evaluation import Evaluation, uncounted
 from lightning_dist.strategies.logged_values import EpochAgreement, LogCheck
+from lightning_dist.strategies.pipeline_steps import PipelineSteps
 from lightning_dist.strategies.precision import HybridMixedPrecision
+
+EVALUATIONS = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}
+"""Steps without backward, and what Lightning's precision plugins call them."""
 
 BatchCheck = Literal["first", "always", "broadcast", "off"]
 
@@ -69,8 +79,12 @@ class HybridParallelStrategy(ParallelStrategy):
         expert_parallel_size: Ranks that share the experts, out of shard x context.
         plan: Which module goes where; None finds it (``LightningModule.parallel_plan()``, the network's structure).
         layout: The short form, such as ``"replicate=2,shard=2"``, instead of the sizes.
+        pipeline_schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
+            ``"ZBVZeroBubble"`` or ``"DualPipeV"``, as torch runs them.
+        microbatches: How many parts a batch is cut into for the pipeline; ``"auto"`` is about four for each rank.
         reshard_after_forward: True frees gathered parameters after forward (ZeRO-3), False keeps them until backward
-            (ZeRO-2), a number reshards to that many ranks; ``"auto"`` is True.
+            (ZeRO-2), a number reshards to that many ranks; ``"auto"`` is True, and False under a pipeline, where every
+            microbatch would gather again.
         activation_checkpointing: ``"none"``, ``"full"`` or ``"selective"``, for each unit of the plan.
         compile: Whether to compile each unit of the plan.
         batch_check: How ranks of one replica are kept to the same batch: ``"first"`` compares the first batches,
@@ -93,6 +107,8 @@ class HybridParallelStrategy(ParallelStrategy):
         expert_parallel_size: int = 1,
         plan: ModelPlan | None = None,
         layout: str | ParallelLayout | None = None,
+        pipeline_schedule: str = "1F1B",
+        microbatches: int | Literal["auto"] = "auto",
         reshard_after_forward: data.ReshardAfterForward = "auto",
         activation_checkpointing: ActivationCheckpointing = "none",
         compile: bool = False,
@@ -114,11 +130,27 @@ class HybridParallelStrategy(ParallelStrategy):
             if sizes != ParallelLayout():
                 raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")
             sizes = ParallelLayout.parse(layout) if isinstance(layout, str) else layout
-        for axis in ("tensor", "context", "pipeline", "expert"):
+        for axis in ("tensor", "context", "expert"):
             if getattr(sizes, axis) > 1:
                 raise ValueError(
                     f"{axis}_parallel_size={getattr(sizes, axis)} is not available yet; this version has the data axes"
-                    " (replicate, shard)."
+                    " (replicate, shard) and pipelines."
+                )
+        schedule = find_schedule(pipeline_schedule)
+        if microbatches != "auto" and (not _whole(microbatches) or microbatches < 1):
+            raise ValueError(
+                f"microbatches={microbatches!r} does not fit: give a whole number of at least 1, or 'auto'."
+            )
+        if sizes.pipeline > 1 and reshard_after_forward is not False and reshard_after_forward != "auto":
+            if schedule.splits_backward:
+                raise ValueError(
+                    f"reshard_after_forward={reshard_after_forward!r} does not fit pipeline_schedule="
+                    f"{pipeline_schedule!r}: torch computes wrong gradients when parameters are freed before a backward"
+                    " that is split in two; use 'auto' or False, or one of GPipe, 1F1B, Interleaved1F1B."
+                )
+            if reshard_after_forward is not True:
+                raise ValueError(
+                    f"reshard_after_forward={reshard_after_forward!r} does not fit a pipeline: 'auto', False or True does."
                 )
         _one_of("activation_checkpointing", activation_checkpointing, ("none", "full", "selective"))
         _one_of("batch_check", batch_check, ("first", "always", "broadcast", "off"))
@@ -131,6 +163,8 @@ class HybridParallelStrategy(ParallelStrategy):
         self.layout = sizes
         self.num_nodes = 1
         self._plan = plan
+        self._schedule = pipeline_schedule
+        self._microbatches = microbatches
         self._settings = ParallelSettings(reshard_after_forward, activation_checkpointing, compile)
         self._batch_check = batch_check
         self._gradient_norm_type = gradient_norm_type
@@ -144,6 +178,10 @@ class HybridParallelStrategy(ParallelStrategy):
         self._crash_watch: agreement.CrashWatch | None = None
         self._parallel_module = ParallelModule(sizes, self._settings, {})
         self._path_check: PathCheck | None = None
+        self._pipeline: PipelineSteps | None = None
+        self._pipeline_control_group: dist.ProcessGroup | None = None
+        self._stage_group: dist.ProcessGroup | None = None
+        self._exchange = True
         self._undefined: UndefinedGradients | None = None
         self._evaluation = Evaluation()
         self._padding = False
@@ -225,6 +263,11 @@ class HybridParallelStrategy(ParallelStrategy):
             axes = tuple(axis for axis in DATA_AXES if sizes[axis] > 1)
             self._data_group = _compat.flatten_mesh(self._mesh, axes, "data").get_group()
             self._data_control_group = self._cpu_group(DATA_AXES)
+        if self.layout.pipeline > 1:
+            self._pipeline_control_group = self._cpu_group(("pipeline",))
+            if self.layout.pipeline < self.world_size:
+                ranks = self.layout.groups(tuple(axis for axis in MESH_AXES if axis != "pipeline"))
+                self._stage_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)
         if self.layout.data_size < self.world_size:
             self._replica_control_group = self._cpu_group(("pipeline", "context", "tensor"))
 
@@ -273,7 +316,13 @@ class HybridParallelStrategy(ParallelStrategy):
         if trainer.state.fn == TrainerFn.FITTING:
             # An earlier fit may have left optimizers of parameters that no longer exist.
             self._reset_optimizers_and_schedulers()
-            self.setup_optimizers(trainer)
+            with _compat.optimizers_of_nothing():
+                self.setup_optimizers(trainer)
+            if self._pipeline is not None and len(self.optimizers) > 1:
+                raise ValueError(
+                    f"configure_optimizers made {len(self.optimizers)} optimizers, which need manual optimization, and"
+                    " a pipeline can't run that; use one optimizer with several parameter groups, or another layout."
+                )
         self.setup_precision_plugin()
 
     def _refuse_unsuited(self, trainer: Trainer) -> None:
@@ -297,18 +346,67 @@ class HybridParallelStrategy(ParallelStrategy):
         plan = self._plan
         if plan is None and callable(getattr(module, "parallel_plan", None)):
             plan = module.parallel_plan()  # type: ignore[operator]
-        self._parallel_module = parallelise(
+        units = find_units(module, plan)
+        convert = self.precision_plugin.convert_module
+        if self.layout.pipeline > 1:
+            self._parallel_module = self._stages(module, units, plan or ModelPlan(), convert)
+        else:
+            self._parallel_module = parallelise(
+                module,
+                units,
+                self.layout,
+                self._mesh,
+                self.root_device,
+                self._settings,
+                convert=convert,
+                roots=self._roots(module) if self.layout.data_size > 1 else [],
+                root_methods=[step for step in STEPS if is_overridden(step, module)],
+            )
+        module.__dict__[STATE_NAME] = self._parallel_module
+
+    def _stages(
+        self, module: LightningModule, units: list[str], plan: ModelPlan, convert: Callable[[nn.Module], nn.Module]
+    ) -> ParallelModule:
+        """Gives this rank its stages of the pipeline, and the runner that drives them."""
+        chain = find_chain(module, plan)
+        costs = module_costs(module, chain.names)
+        stages = plan_pipeline(chain.names, self.layout.pipeline, self._schedule, costs=costs, sizes=chain.sizes)
+        refusal = find_refusal(module, stages)
+        if refusal is not None:
+            raise ValueError(refusal)
+        tracer = Tracer(module, chain.names, keep=[module.trainer])
+        prefix, _ = find_network(module, plan)
+        shared = [f"{prefix}.{name}" if prefix else name for name in plan.shared or ()]
+        made = parallelise_stages(
             module,
-            find_units(module, plan),
+            units,
+            stages,
             self.layout,
-            self._mesh,
+            self.device_mesh,
             self.root_device,
             self._settings,
-            convert=self.precision_plugin.convert_module,
-            roots=self._roots(module) if self.layout.data_size > 1 else [],
-            root_methods=[step for step in STEPS if is_overridden(step, module)],
+            convert=convert,
+            stage_group=self._stage_group,
+            shared=shared,
         )
-        module.__dict__[STATE_NAME] = self._parallel_module
+        assert made.pipeline is not None and self._pipeline_control_group is not None
+        coordinate = self.layout.data_coordinate(self.global_rank)
+        seed = self.broadcast(torch.initial_seed())
+        runner = PipelineRunner(
+            made.pipeline,
+            self.device_mesh["pipeline"].get_group(),
+            self._pipeline_control_group,
+            self.root_device,
+            streams=RandomStreams(seed, coordinate, self.root_device),
+            microbatches=self._microbatches,
+        )
+        self._pipeline = PipelineSteps(module, made.pipeline, runner, tracer, self._data_mesh, shared)
+        return made
+
+    @property
+    def _data_mesh(self) -> DeviceMesh | None:
+        axes = tuple(axis for axis in DATA_AXES if self.layout.sizes()[axis] > 1)
+        return self.device_mesh[axes] if axes else None
 
     def _roots(self, module: LightningModule) -> list[nn.Module]:
         """What FSDP2 sees as outermost: the module, so that its steps may use any part of it; its parts where a step
@@ -328,13 +426,13 @@ class HybridParallelStrategy(ParallelStrategy):
         assert plugin is not None
         plugin.clip_grad_by_norm = self._clip_grad_by_norm  # type: ignore[method-assign]
         plugin.clip_grad_by_value = self._clip_grad_by_value  # type: ignore[method-assign]
-        if callable(getattr(module, "loss_weight", None)) and self._undefined is None:
+        if self._own_weight is not None and self._undefined is None and self._pipeline is None:
             self._undefined = UndefinedGradients(module)
         if self.world_size == 1:
             return
         if not any(isinstance(callback, EpochAgreement) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, EpochAgreement(self))  # type: ignore[attr-defined]
-        if self._data_group is not None and self._path_check is None:
+        if self._data_group is not None and self._path_check is None and self._pipeline is None:
             self._path_check = PathCheck(
                 self._parallel_module.units,
                 _compat.default_store(),
@@ -395,13 +493,14 @@ class HybridParallelStrategy(ParallelStrategy):
     # --- step --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        weighted = callable(getattr(self.lightning_module, "loss_weight", None))
-        self._loss_weights = LossWeights(self._data_group, self._equal_batches and not weighted)
+        self._loss_weights = LossWeights(self._data_group, self._equal_batches and self._own_weight is None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's step; its loss will count with the weight of its batch."""
         assert self.lightning_module is not None and self._loss_weights is not None
         batch = args[0] if args else next(iter(kwargs.values()))
+        if self._pipeline is not None:
+            return self._pipeline_step(self._pipeline, batch, args[1:])
         self._loss_factor = self._loss_weights.add(self._weight_of(batch), self.root_device)
         if not self.lightning_module.automatic_optimization:
             self._loss_factor = self._loss_factor * self._loss_weights.gradient_factor(1)
@@ -412,12 +511,31 @@ class HybridParallelStrategy(ParallelStrategy):
             self._loss_weights.truncate(self._loss_weights.batches - 1)
         return output
 
-    def _weight_of(self, batch: Any) -> Tensor | float:
+    def _pipeline_step(self, pipeline: PipelineSteps, batch: Any, rest: tuple[Any, ...]) -> Any:
+        """Forward and backward of all microbatches; what is returned only carries the loss on."""
+        assert self.lightning_module is not None and self._loss_weights is not None
+        scale = 1.0 / self.lightning_module.trainer.accumulate_grad_batches
+        scaler = getattr(self.precision_plugin, "scaler", None)
+        if scaler is not None:
+            scale *= scaler.get_scale()
+        with self.precision_plugin.train_step_context():
+            output = pipeline.train(
+                batch, rest, self._own_weight, self._loss_weights, scale, self._exchange, self.root_device
+            )
+        loss = output["loss"] if isinstance(output, dict) else output
+        loss = loss.detach().requires_grad_()
+        return {**output, "loss": loss} if isinstance(output, dict) else loss
+
+    @property
+    def _own_weight(self) -> Callable[[Any], Any] | None:
         loss_weight = getattr(self.lightning_module, "loss_weight", None)
-        if not callable(loss_weight):
+        return loss_weight if callable(loss_weight) else None
+
+    def _weight_of(self, batch: Any) -> Tensor | float:
+        if self._own_weight is None:
             return batches.sample_count(batch)
         assert self._undefined is not None
-        weight = torch.as_tensor(loss_weight(batch), device=self.root_device)
+        weight = torch.as_tensor(self._own_weight(batch), device=self.root_device)
         self._undefined.counts = weight > 0
         return weight
 
@@ -431,6 +549,8 @@ class HybridParallelStrategy(ParallelStrategy):
         self._path_check.end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
+        if self._pipeline is not None:
+            return self._pipeline_backward(self._pipeline, closure_loss)
         factor = self._loss_factor
         if isinstance(factor, Tensor):
             closure_loss = closure_loss * factor.to(closure_loss.dtype)
@@ -443,14 +563,27 @@ class HybridParallelStrategy(ParallelStrategy):
             data.free_gathered(self._parallel_module.fsdp_modules)
         return result
 
+    def _pipeline_backward(self, pipeline: PipelineSteps, loss: Tensor) -> Tensor:
+        """The schedule has run backward in the step; here its gradients arrive, and all hooks run in their order."""
+        assert self.lightning_module is not None
+        self.pre_backward(loss)
+        loss = self.precision_plugin.pre_backward(loss, self.lightning_module)
+        pipeline.add_gradients()
+        loss = self.precision_plugin.post_backward(loss, self.lightning_module)
+        self.post_backward(loss)
+        return loss
+
     @contextmanager
     def block_backward_sync(self) -> Generator[None, None, None]:
         """Keeps gradients on this rank while batches are accumulated; the last batch's backward exchanges the sum."""
-        data.set_gradient_sync(self._parallel_module.fsdp_modules, False)
+        self._exchange = False
+        units = self._parallel_module.fsdp_modules if self._pipeline is None else []
+        data.set_gradient_sync(units, False)
         try:
             yield
         finally:
-            data.set_gradient_sync(self._parallel_module.fsdp_modules, True)
+            self._exchange = True
+            data.set_gradient_sync(units, True)
 
     def optimizer_step(
         self,
@@ -472,13 +605,16 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None and self._loss_weights is not None
         self._loss_weights.truncate(batches_before)
         result = closure()
+        if self._pipeline is not None:
+            self._pipeline.complete_gradients()
         factor = self._loss_weights.gradient_factor(self.lightning_module.trainer.accumulate_grad_batches)
         if isinstance(factor, Tensor) or factor != 1.0:
             gradients.scale_gradients_(_parameters(optimizer), factor)
         return result
 
     def _clip_grad_by_norm(self, optimizer: Optimizer, clip_val: float) -> None:
-        gradients.clip_grad_norm_(_parameters(optimizer), clip_val, self._gradient_norm_type)
+        holders = self._pipeline.holders(self.world_size) if self._pipeline is not None else None
+        gradients.clip_grad_norm_(_parameters(optimizer), clip_val, self._gradient_norm_type, holders=holders)
 
     def _clip_grad_by_value(self, optimizer: Optimizer, clip_val: float) -> None:
         gradients.clip_grad_value_(_parameters(optimizer), clip_val)
@@ -486,22 +622,33 @@ class HybridParallelStrategy(ParallelStrategy):
     # --- evaluation --------------------------------------------------------------------------------------------------
 
     def validation_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().validation_step, *args, **kwargs)
+        return self._evaluate("validation_step", super().validation_step, *args, **kwargs)
 
     def test_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().test_step, *args, **kwargs)
+        return self._evaluate("test_step", super().test_step, *args, **kwargs)
 
     def predict_step(self, *args: Any, **kwargs: Any) -> Any:
-        return self._evaluate(super().predict_step, *args, **kwargs)
+        return self._evaluate("predict_step", super().predict_step, *args, **kwargs)
 
-    def _evaluate(self, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    def _evaluate(self, method: str, step: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
         assert self.lightning_module is not None
+        if self._pipeline is not None:
+            step = partial(self._evaluate_stages, self._pipeline, method)
         with self._on_common_path():
             if not self._padding:
                 return step(*args, **kwargs)
             with uncounted(self.lightning_module):
                 step(*args, **kwargs)
             return None
+
+    def _evaluate_stages(self, pipeline: PipelineSteps, method: str, batch: Any, *rest: Any) -> Any:
+        with getattr(self.precision_plugin, f"{EVALUATIONS[method]}_step_context")():
+            return pipeline.evaluate(EVALUATIONS[method], method, batch, rest, self._own_weight)
+
+    def share_metrics(self) -> None:
+        """Gives every rank of a pipeline the state of the metric objects, which only its last stage updates."""
+        if self._pipeline is not None:
+            self._pipeline.share_metrics()
 
     def on_validation_start(self) -> None:
         self._evaluation.begin()
@@ -580,7 +727,9 @@ class HybridParallelStrategy(ParallelStrategy):
         """Writes a directory, each rank its own parts. All ranks must call it."""
         if storage_options is not None:
             raise TypeError("storage_options is not supported: a checkpoint is a directory, not one file.")
-        module_checkpoint.save(checkpoint, self.broadcast(str(filepath)), self._control_group)
+        module_checkpoint.save(
+            checkpoint, self.broadcast(str(filepath)), self._control_group, self._parallel_module.names
+        )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a directory of any layout, or a single file of one device, into this rank's parts."""
@@ -639,6 +788,10 @@ def _reduction(reduce_op: Any) -> tuple[bool, Any]:
     if reduce_op is None or reduce_op == dist.ReduceOp.AVG or str(reduce_op).lower() in ("mean", "avg"):
         return True, dist.ReduceOp.SUM
     return False, getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+
+
+def _whole(number: Any) -> bool:
+    return isinstance(number, int) and not isinstance(number, bool)
 
 
 def _one_of(argument: str, value: str, choices: tuple[str, ...]) -> None:

@@ -25,7 +25,7 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return engine.optimizer_state_by_name(optimizer, _names(module))
 
 
-def save(checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None) -> None:
+def save(checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None, names: Sequence[str]) -> None:
     """Writes a checkpoint directory: parts of tensors by each rank, the rest by the first. All ranks must call it.
 
     Collectives: those of :func:`lightning_dist.checkpoint.save` over ``group``, a CPU group.
@@ -36,7 +36,8 @@ def save(checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None)
         tensors[f"optimizer_{index}"] = state
     for key in [key for key, value in checkpoint.items() if _holds_parts(value)]:
         tensors[key] = checkpoint.pop(key)
-    engine.save(path, tensors, checkpoint, group=group)
+    order = [f"state_dict.{name}" for name in names]
+    engine.save(path, tensors, checkpoint, info={"parameter_order": order}, group=group)
 
 
 def load(

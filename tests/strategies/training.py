@@ -11,7 +11,7 @@ import lightning as L
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+from torch.distributed.tensor import DTensor
 from torch.utils.data import DataLoader, Dataset, TensorDataset
 
 from lightning_dist.strategies import HybridParallelStrategy
@@ -135,6 +135,8 @@ class RecordNorm(L.Callback):
         self.norms: list[float] = []
 
     def on_before_optimizer_step(self, trainer: Any, pl_module: Any, optimizer: Any) -> None:
+        if trainer.strategy.layout.pipeline > 1:
+            return
         grads = [p.grad for p in pl_module.parameters() if p.grad is not None]
         full = [grad.full_tensor() if hasattr(grad, "full_tensor") else grad for grad in grads]
         self.norms.append(float(torch.cat([grad.flatten() for grad in full]).norm()))
@@ -160,8 +162,8 @@ def trainer(layout: str | None, **kwargs: Any) -> L.Trainer:
 
 def full_state(module: nn.Module) -> dict[str, Tensor]:
     """The whole model's weights on every rank. All ranks must call it."""
-    state = get_model_state_dict(module, options=StateDictOptions(full_state_dict=True, cpu_offload=False))
-    return {name: value.clone() for name, value in state.items()}
+    state = module.state_dict()
+    return {n: (v.full_tensor() if isinstance(v, DTensor) else v).detach().clone() for n, v in state.items()}
 
 
 def train(
@@ -181,6 +183,11 @@ def train(
     loader = DataLoader(dataset, batch_size=batch_size, sampler=InOrder(dataset, run.strategy))
     run.fit(module, loader)
     return {"weights": full_state(module), "norms": norms.norms, "steps": run.global_step}
+
+
+def merged(results: Sequence[dict[str, Any]]) -> dict[str, Tensor]:
+    """The whole model out of the stages that the ranks have."""
+    return {name: value for result in results for name, value in result["weights"].items()}
 
 
 class InOrder(torch.utils.data.Sampler):

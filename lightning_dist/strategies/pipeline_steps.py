@@ -1,0 +1,218 @@
+"""Lightning's steps on a pipeline: the schedule runs inside ``training_step``, and every rank gets what it gave."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import Any
+
+import torch
+from lightning.pytorch import LightningModule
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+from torchmetrics import Metric
+
+from lightning_dist.parallel.loss_weights import LossWeights
+from lightning_dist.parallel.pipeline import (
+    AttachedPipeline,
+    Microbatches,
+    PipelineError,
+    PipelineRunner,
+    add_gradients,
+    new_gradients,
+    sum_shared_gradients,
+)
+from lightning_dist.parallel.pipeline.results import LogRecorder, merge_outputs
+from lightning_dist.parallel.pipeline.sharding import average_loose_gradients
+from lightning_dist.parallel.pipeline.trace import Tracer
+
+WeightOf = Callable[[Any], Tensor | float]
+
+
+class PipelineSteps:
+    """Runs a LightningModule's steps through a pipeline.
+
+    Args:
+        module: The module, with the pipeline attached.
+        pipeline: What was attached.
+        runner: Drives this rank's stages.
+        tracer: A copy of the whole module, traced with the first batch to refuse what no pipeline can do.
+        data_mesh: Mesh of the data axes, or None.
+        shared: Full names of parameters that every stage has by the plan.
+    """
+
+    def __init__(
+        self,
+        module: LightningModule,
+        pipeline: AttachedPipeline,
+        runner: PipelineRunner,
+        tracer: Tracer,
+        data_mesh: DeviceMesh | None,
+        shared: Sequence[str],
+    ) -> None:
+        self._module = module
+        self._pipeline = pipeline
+        self._runner = runner
+        self._tracer: Tracer | None = tracer
+        self._data_mesh = data_mesh
+        self._shared = shared
+        self._gradients: list[Tensor | None] = []
+        self._batches: dict[str, int] = {}
+
+    def train(
+        self,
+        batch: Any,
+        rest: tuple[Any, ...],
+        weight_of: WeightOf | None,
+        loss_weights: LossWeights,
+        scale: float,
+        exchange: bool,
+        device: torch.device,
+    ) -> Any:
+        """Runs forward and backward of a batch; its gradients wait for :meth:`add_gradients`.
+
+        Args:
+            batch: This data rank's batch, the same on every rank of the pipeline.
+            rest: The other arguments of ``training_step``.
+            weight_of: The module's ``loss_weight``, or None for the number of samples.
+            loss_weights: What the batch's weight is added to.
+            scale: Factor of every loss: the loss scale, divided by the accumulation window.
+            exchange: Whether gradients are exchanged over the data ranks now.
+            device: This rank's device.
+
+        Returns:
+            What ``training_step`` would have returned for the whole batch, without a graph, on every rank.
+        """
+        parts = self._runner.split(batch)
+        weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
+        loss_weights.add(sum(weights), device)
+        scales = [loss_weights.factor(weight) * scale for weight in weights]
+        recorder = LogRecorder(self._module, parts.sizes, weights, self._runner.has_last_stage)
+        step = self._step("training_step", rest, recorder)
+        self._refuse(parts, "training_step", rest)
+        with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder):
+            outputs = self._runner.train(
+                parts, step, scales=scales, step_index=self._count("train"), reduce_gradients=exchange
+            )
+        return self._everywhere(outputs, parts, weights, recorder)
+
+    def evaluate(self, kind: str, method: str, batch: Any, rest: tuple[Any, ...], weight_of: WeightOf | None) -> Any:
+        """Runs a batch forward and returns what the step would have returned for all of it, on every rank."""
+        parts = self._runner.split(batch)
+        weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
+        recorder = LogRecorder(self._module, parts.sizes, weights, self._runner.has_last_stage)
+        self._refuse(parts, method, rest)
+        with self._recorded(recorder):
+            outputs = self._runner.evaluate(
+                parts, self._step(method, rest, recorder), kind=kind, step_index=self._count(kind)
+            )
+        return self._everywhere(outputs, parts, weights, recorder)
+
+    def add_gradients(self) -> None:
+        """Adds the gradients of the last batch to the parameters, where Lightning expects backward to do it."""
+        add_gradients(list(self._module.parameters()), self._gradients)
+        self._gradients = []
+
+    def complete_gradients(self) -> None:
+        """At the end of a window: gradients of what several stages have, and FSDP2 does not, become whole.
+
+        Collectives: those of :func:`~lightning_dist.parallel.pipeline.sharding.average_loose_gradients` over the data
+        ranks and of :func:`~lightning_dist.parallel.pipeline.ownership.sum_shared_gradients` over the pipeline.
+        """
+        if self._data_mesh is not None and self._pipeline.loose_parameters:
+            average_loose_gradients(self._pipeline, self._data_mesh)
+        sum_shared_gradients(
+            self._pipeline.ownership,
+            dict(self._module.named_parameters()),
+            self._runner.group,
+            self._runner.control_group,
+        )
+
+    def holders(self, world_size: int) -> Callable[[Tensor], int]:
+        """How many ranks of the world hold (a part of) a parameter."""
+        ownership, ranks = self._pipeline.ownership, self._pipeline.plan.num_ranks
+        several = {
+            id(parameter): ownership.holders(name)
+            for name, parameter in self._module.named_parameters()
+            if ownership.holders(name) > 1
+        }
+        return lambda parameter: several.get(id(parameter), 1) * world_size // ranks
+
+    def share_metrics(self) -> None:
+        """Gives every rank the state of the metric objects, which only the last stage has updated."""
+        metrics = {name: inner for name, inner in self._module.named_modules() if isinstance(inner, Metric)}
+        if not metrics:
+            return
+        states = {name: (metric.metric_state, metric.update_count) for name, metric in metrics.items()}
+        for name, (state, updates) in self._runner.share(states if self._runner.has_last_stage else None).items():
+            metrics[name].__dict__.update({**state, "_update_count": updates, "_computed": None})
+
+    def _step(self, method: str, rest: tuple[Any, ...], recorder: LogRecorder) -> Callable[[Any, int], Any]:
+        call = getattr(self._module, method)
+
+        def step(part: Any, microbatch: int) -> Any:
+            recorder.microbatch = microbatch
+            return call(part, *rest)
+
+        return step
+
+    @contextmanager
+    def _recorded(self, recorder: LogRecorder) -> Generator[None, None, None]:
+        before = self._module.__dict__.get("log")
+        self._module.log = recorder  # type: ignore[assignment, method-assign]
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+            if before is not None:
+                self._module.log = before  # type: ignore[method-assign]
+
+    def _refuse(self, parts: Microbatches, method: str, rest: tuple[Any, ...]) -> None:
+        """Traces the first step of all on the copy without values; every rank traces the same and says the same."""
+        if self._tracer is None:
+            return
+        tracer, self._tracer = self._tracer, None
+
+        def step(module: Any, part: Any) -> Any:
+            module.log = lambda *_, **__: None
+            return getattr(module, method)(part, *rest)
+
+        refusal = tracer.trace(step, parts.parts[0]).find_refusal(self._pipeline.plan, self._shared)
+        if refusal is not None:
+            raise PipelineError(refusal)
+
+    def _everywhere(
+        self, outputs: list[Any] | None, parts: Microbatches, weights: Sequence[Tensor | float], recorder: LogRecorder
+    ) -> Any:
+        """Merges the microbatches' results on the rank with the last stage, and logs and returns them on all."""
+        payload: Any = None
+        if outputs is not None:
+            logged = {
+                name: {
+                    "value": entry.value,
+                    "metric": entry.metric,
+                    "seen": _forward_cache(self._module, entry.metric),
+                    "arguments": entry.arguments,
+                }
+                for name, entry in recorder.values().items()
+            }
+            payload = {"output": merge_outputs(outputs, parts.sizes, weights), "logged": logged}
+        payload = self._runner.share(payload)
+        for name, entry in payload["logged"].items():
+            value = entry["value"]
+            if entry["metric"] is not None:
+                value = self._module.get_submodule(entry["metric"])
+                value._forward_cache = entry["seen"]
+            self._module.log(name, value, **entry["arguments"])
+        return payload["output"]
+
+    def _count(self, kind: str) -> int:
+        """A running number of batches, from which random streams are made. In training it is the trainer's own."""
+        if kind == "train":
+            return int(self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
+        self._batches[kind] = self._batches.get(kind, -1) + 1
+        return self._batches[kind]
+
+
+def _forward_cache(module: nn.Module, name: str | None) -> Any:
+    return None if name is None else module.get_submodule(name)._forward_cache
