@@ -43,6 +43,8 @@ def agree(store: dist.Store, topic: str, value: str, rank: int, ranks: list[int]
         key = f"{topic}/{other}"
         if _wait(store, key, deadline):
             values[other] = store.get(key).decode()
+        elif store.check([CRASH_KEY]):
+            raise DisagreementError(f"{_name(topic)}: {_sentence(json.loads(store.get(CRASH_KEY)))}.")
     missing = [other for other in ranks if other not in values]
     if missing:
         raise DisagreementError(
@@ -102,7 +104,7 @@ class CrashWatch:
         self._read.wait(timeout)
         if self._notice is None or self._notice["rank"] == self._rank:
             return None
-        return f"rank {self._notice['rank']} stopped the run: {self._notice['error']}"
+        return _sentence(self._notice)
 
     def stop(self) -> None:
         """Ends the thread, which must not outlive the store's host."""
@@ -125,11 +127,19 @@ class CrashWatch:
 
 
 def _wait(store: dist.Store, key: str, deadline: float) -> bool:
-    try:
-        store.wait([key], datetime.timedelta(seconds=max(deadline - time.monotonic(), 0.001)))
-    except dist.DistError:
-        return False
-    return True
+    """Waits for a key until the deadline, or until some rank has crashed."""
+    while (left := deadline - time.monotonic()) > 0:
+        try:
+            store.wait([key], datetime.timedelta(seconds=min(left, 1.0)))
+            return True
+        except dist.DistStoreError:
+            if store.check([CRASH_KEY]):
+                return False
+    return False
+
+
+def _sentence(notice: dict[str, Any]) -> str:
+    return f"rank {notice['rank']} stopped the run: {notice['error']}"
 
 
 def _name(topic: str) -> str:

@@ -2,29 +2,44 @@
 
 from __future__ import annotations
 
+import dataclasses
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
 import torch.distributed as dist
 import xxhash
 from torch import Tensor
-from torch.utils import _pytree as pytree
 
 
 def sample_count(batch: Any) -> int:
     """The number of samples in a batch: the size of dimension 0 of its first tensor that has one, else 1."""
-    for leaf in pytree.tree_leaves(batch):
+    for _, leaf in _leaves(batch):
         if isinstance(leaf, Tensor) and leaf.ndim > 0:
             return leaf.shape[0]
     return 1
 
 
+def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
+    """What a batch holds and where: also in mappings that are no dictionaries, as tokenizers return, and dataclasses."""
+    if isinstance(value, Mapping):
+        for key, entry in value.items():
+            yield from _leaves(entry, f"{place}[{key!r}]")
+    elif isinstance(value, list | tuple):
+        for index, entry in enumerate(value):
+            yield from _leaves(entry, f"{place}({index})")
+    elif dataclasses.is_dataclass(value) and not isinstance(value, type):
+        for field in dataclasses.fields(value):
+            yield from _leaves(getattr(value, field.name), f"{place}.{field.name}")
+    else:
+        yield place, value
+
+
 def hash_batch(batch: Any) -> int:
     """A 63-bit hash of a batch's structure, shapes, types and values. Reads the values on the host."""
     digest = xxhash.xxh3_64()
-    leaves, structure = pytree.tree_flatten(batch)
-    digest.update(str(structure).encode())
-    for leaf in leaves:
+    for place, leaf in _leaves(batch):
+        digest.update(place.encode())
         if isinstance(leaf, Tensor):
             digest.update(f"{leaf.dtype}{tuple(leaf.shape)}".encode())
             digest.update(leaf.detach().cpu().contiguous().reshape(-1).view(torch.uint8).numpy().data)

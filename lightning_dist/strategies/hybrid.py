@@ -150,7 +150,8 @@ class HybridParallelStrategy(ParallelStrategy):
                 )
             if reshard_after_forward is not True:
                 raise ValueError(
-                    f"reshard_after_forward={reshard_after_forward!r} does not fit a pipeline: 'auto', False or True does."
+                    f"reshard_after_forward={reshard_after_forward!r} does not fit a pipeline;"
+                    " give 'auto', False or True."
                 )
         _one_of("activation_checkpointing", activation_checkpointing, ("none", "full", "selective"))
         _one_of("batch_check", batch_check, ("first", "always", "broadcast", "off"))

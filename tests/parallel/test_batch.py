@@ -1,11 +1,20 @@
 """What a batch holds, and whether ranks hold the same."""
 
+from collections import UserDict
+from dataclasses import dataclass
+
 import pytest
 import torch
 import torch.distributed as dist
 
 from lightning_dist.parallel.batch import broadcast_batch, check_same_batch, hash_batch, sample_count
 from lightning_dist.testing import WorkerError
+
+
+@dataclass
+class Pair:
+    x: torch.Tensor
+    y: torch.Tensor
 
 
 @pytest.mark.parametrize(
@@ -16,6 +25,8 @@ from lightning_dist.testing import WorkerError
         ((torch.ones(0, 2), torch.ones(0)), 0),
         ("text", 1),
         ([["a", "b"], torch.ones(2)], 2),
+        (UserDict(input_ids=torch.ones(5, 2)), 5),
+        (Pair(torch.ones(4), torch.ones(4)), 4),
     ],
 )
 def test_sample_count(batch, samples):
@@ -24,7 +35,20 @@ def test_sample_count(batch, samples):
 
 def test_the_hash_sees_values_types_shapes_and_structure():
     x = torch.arange(6.0)
-    different = [x, x.double(), x.view(2, 3), x + 1e-7, [x], {"x": x}, {"y": x}, (x, "a"), (x, "b"), x.bfloat16()]
+    different = [
+        x,
+        x.double(),
+        x.view(2, 3),
+        x + 1e-7,
+        [x],
+        {"x": x},
+        {"y": x},
+        (x, "a"),
+        (x, "b"),
+        x.bfloat16(),
+        UserDict(a=x),
+        UserDict(a=x + 1),
+    ]
     assert len({hash_batch(batch) for batch in different}) == len(different)
     assert hash_batch({"x": x, "n": 3}) == hash_batch({"x": x.clone(), "n": 3})
 
