@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import copy
 import datetime
-from collections.abc import Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -228,3 +228,12 @@ def set_context_rotation(method: str) -> None:
     except ImportError as error:
         raise _missing("torch.distributed.tensor.experimental._attention.set_rotate_method", "torch") from error
     set_rotate_method(method)
+
+
+def after_backward(callback: Callable[[], None]) -> None:
+    """From a gradient hook: calls back when the running backward, and what it has queued by then, is over (torch 2.13).
+
+    Reductions of gradients finish in callbacks that hooks of later gradients queue, so this one queues itself again.
+    """
+    engine = torch.autograd.Variable._execution_engine
+    engine.queue_callback(lambda: engine.queue_callback(callback))
