@@ -237,3 +237,8 @@ def after_backward(callback: Callable[[], None]) -> None:
     """
     engine = torch.autograd.Variable._execution_engine
     engine.queue_callback(lambda: engine.queue_callback(callback))
+
+
+def in_backward() -> bool:
+    """Whether this thread runs a backward, as a checkpointed forward that is computed again does (torch 2.13)."""
+    return torch._C._current_graph_task_id() != -1
