@@ -83,7 +83,11 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, Tokenizer]:
         raise ValueError(
             f"--model {name}: give 'smollm2' or a folder with a Hugging Face model (config.json, weights)."
         )
+    model: PreTrainedModel
     model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
+    if options:
+        model = _as_ordinary_model(model)
+    model.train()
     if not options and not any(folder.glob("tokenizer*")):
         return model, ByteTokenizer()
     return model, PretrainedTokenizer(AutoTokenizer.from_pretrained(folder, local_files_only=True, **options))
@@ -102,3 +106,13 @@ def _smollm2_folder() -> tuple[Path, dict[str, str]]:
         ) from None
     path = Path(str(weights.locate()))
     return path.parent, {"gguf_file": path.name}
+
+
+def _as_ordinary_model(model: PreTrainedModel) -> PreTrainedModel:
+    """The same weights without the mark of the GGUF file, with which transformers refuses to save a model."""
+    config = type(model.config)(
+        **{name: value for name, value in model.config.to_dict().items() if name != "quantization_config"}
+    )
+    ordinary = type(model)(config)
+    ordinary.load_state_dict(model.state_dict())
+    return ordinary

@@ -218,7 +218,7 @@ def sample(folder: Path, prompt: str, seed: int) -> str:
     torch.manual_seed(seed)
     network, tokenizer = load_pretrained(str(folder))
     tokens = torch.from_numpy(tokenizer.encode(prompt)[0])[None].long()
-    written = network.generate(  # type: ignore[operator]
+    written = network.eval().generate(  # type: ignore[operator]
         tokens,
         attention_mask=torch.ones_like(tokens),
         max_new_tokens=200,
