@@ -4,7 +4,7 @@ Everything here works with torch alone; the functions that a run calls together 
 """
 
 from lightning_dist.checkpoint.background import BackgroundWriter
-from lightning_dist.checkpoint.export import consolidate
+from lightning_dist.checkpoint.export import consolidate, export_safetensors
 from lightning_dist.checkpoint.format import CheckpointError, DamagedCheckpointError
 from lightning_dist.checkpoint.history import (
     Choice,
@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.history import (
     sweep,
     verify_together,
 )
+from lightning_dist.checkpoint.inspect import contents, diff, overview, verify_all
 from lightning_dist.checkpoint.optimizer_state import (
     optimizer_state_by_name,
     optimizer_state_to_fill,
@@ -45,13 +46,17 @@ __all__ = [
     "Report",
     "agree_on_newest",
     "consolidate",
+    "contents",
     "delete",
+    "diff",
+    "export_safetensors",
     "is_checkpoint",
     "list_checkpoints",
     "load_into",
     "newest_good",
     "optimizer_state_by_name",
     "optimizer_state_to_fill",
+    "overview",
     "read_manifest",
     "read_rank_state",
     "read_tensors",
@@ -62,5 +67,6 @@ __all__ = [
     "sweep",
     "top_level_names",
     "verify",
+    "verify_all",
     "verify_together",
 ]

@@ -16,7 +16,10 @@ import uuid
 
 from lightning_dist.checkpoint.format import (
     COMMITTED,
+    DATA,
     MANIFEST,
+    RANKS,
+    TRAINER_STATE,
     CheckpointError,
     Commit,
     DamagedCheckpointError,
@@ -92,7 +95,8 @@ def check_target(storage: Storage, path: str) -> None:
     if storage.size(path) is not None:
         raise CheckpointError(f"{path} is a file; a checkpoint is a directory: give another path or remove the file")
     entries = storage.names(path)
-    if entries and MANIFEST not in entries and COMMITTED not in entries:
+    ours = {DATA, RANKS, TRAINER_STATE}  # all there is where a write to an object store was cut short
+    if not {MANIFEST, COMMITTED} & set(entries) and not ours.issuperset(entries):
         raise CheckpointError(
             f"{path} is there and is not a checkpoint (it holds {', '.join(entries[:3])}): give another path"
         )

@@ -130,24 +130,44 @@ def read_tensors(directory: PathLike, names: Iterable[str] | None = None) -> dic
     Raises:
         CheckpointError: Not a complete checkpoint, a name that is not there, or damage (file and tensors named).
     """
+    opened = open_checkpoint(directory)
+    return read_names(opened, _matching(opened.index, names))
+
+
+@dataclass(frozen=True)
+class OpenedCheckpoint:
+    """A committed checkpoint whose manifest and tensor index have been read and found intact."""
+
+    storage: Storage
+    path: str
+    manifest: Manifest
+    index: Metadata
+
+
+def open_checkpoint(directory: PathLike) -> OpenedCheckpoint:
+    """Reads what is needed to read the rest; raises CheckpointError where it is not complete or damaged."""
     storage, path = locate(directory)
     manifest_bytes, index_bytes = _read_index(storage, path)
-    index: Metadata = pickle.loads(index_bytes)
+    return OpenedCheckpoint(storage, path, decode_manifest(manifest_bytes), pickle.loads(index_bytes))
+
+
+def read_names(opened: OpenedCheckpoint, names: Iterable[str]) -> dict[str, Any]:
+    """Full tensors and plain values under exactly these names of the index, nested as they were saved."""
     tensors: dict[str, Any] = {}
-    for name in _matching(index, names):
-        entry = index.state_dict_metadata[name]
+    for name in names:
+        entry = opened.index.state_dict_metadata[name]
         value = torch.empty(entry.size, dtype=entry.properties.dtype) if is_tensor(entry) else None
-        _put(tensors, index.planner_data[name], value)
+        _put(tensors, opened.index.planner_data[name], value)
     planner = ShardPlanner()
-    planner.set_up_planner(tensors, index)
-    read_shards(storage, path, decode_manifest(manifest_bytes), index, planner, planner.create_local_plan())
+    planner.set_up_planner(tensors, opened.index)
+    plan = planner.create_local_plan()
+    read_shards(opened.storage, opened.path, opened.manifest, opened.index, planner, plan)
     return tensors
 
 
 def tensor_index(directory: PathLike) -> Metadata:
     """torch's metadata of what a checkpoint holds: names, shapes, dtypes and where each piece lies."""
-    storage, path = locate(directory)
-    return pickle.loads(_read_index(storage, path)[1])
+    return open_checkpoint(directory).index
 
 
 def top_level_names(directory: PathLike) -> set[str]:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import os
+import re
+from pathlib import Path
 from typing import Any
 
 import torch
@@ -44,6 +46,20 @@ def check_is_step(directory: str, step: int, ranks: int = 1) -> None:
         assert checkpoint.read_rank_state(directory, rank) == {"rank": rank, "step": step}
     assert found["note"] == {"step": step}
     assert checkpoint.read_trainer_state(directory)["global_step"] == step
+
+
+def memory(kind: str) -> int:
+    """Bytes of memory of this process: resident now ("VmRSS"), or at most since `reset_peak_memory` ("VmHWM").
+
+    getrusage would tell the peak of the process's whole life, that of the process which started it included.
+    """
+    found = re.search(rf"{kind}:\s+(\d+) kB", Path("/proc/self/status").read_text())
+    assert found is not None
+    return int(found[1]) * 1024
+
+
+def reset_peak_memory() -> None:
+    Path("/proc/self/clear_refs").write_text("5")
 
 
 def visible(root: str) -> list[str]:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import resource
 from pathlib import Path
 from typing import Any
 
@@ -16,6 +15,7 @@ from lightning_dist import checkpoint
 from lightning_dist.checkpoint import planner
 from lightning_dist.checkpoint.storage import LocalStorage
 from lightning_dist.testing import WorkerPool
+from tests.checkpoint.state import memory, reset_peak_memory
 
 
 @pytest.fixture
@@ -191,13 +191,14 @@ def save_and_load_sharded(root: str) -> tuple[int, int, int]:
     checkpoint.load_into(f"{root}/small", small)
     LocalStorage.write, LocalStorage.read_into = counted_write, counted_read  # type: ignore[method-assign]
     try:
-        before = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+        reset_peak_memory()
+        before = memory("VmRSS")
         checkpoint.save(f"{root}/one", {"state_dict": state}, {})
         checkpoint.load_into(f"{root}/one", {"state_dict": state})
-        peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss - before
+        peak = memory("VmHWM") - before
     finally:
         LocalStorage.write, LocalStorage.read_into = write, read  # type: ignore[method-assign]
-    return counts["write"], counts["read"], peak * 1024
+    return counts["write"], counts["read"], peak
 
 
 def test_each_rank_writes_and_reads_its_share_only(tmp_path: Path, pool: WorkerPool) -> None:
