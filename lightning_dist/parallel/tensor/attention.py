@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+from collections.abc import Iterator
 from typing import Any
 
 import torch
@@ -13,6 +15,22 @@ from lightning_dist.parallel.tensor.collectives import gather, sum_gradients_of,
 from lightning_dist.parallel.tensor.heads import fitting_sizes, fused_rows
 from lightning_dist.parallel.tensor.shards import RowExchange, distribute_parameter, override_forward
 from lightning_dist.parallel.tensor.styles import TensorGroup
+
+NEEDS_NO_WEIGHTS = (
+    "nn.MultiheadAttention with need_weights=True does not work over context ranks, which see parts of the sequence:"
+    " call it with need_weights=False."
+)
+_weights_refused = [0]  # how many contexts refuse them
+
+
+@contextlib.contextmanager
+def without_attention_weights() -> Iterator[None]:
+    """Inside, asking for attention weights raises: context parallelism never has them whole."""
+    _weights_refused[0] += 1
+    try:
+        yield
+    finally:
+        _weights_refused[0] -= 1
 
 
 def check_attention(name: str, attention: nn.MultiheadAttention, size: int) -> None:
@@ -65,6 +83,8 @@ def cut_attention(module: nn.MultiheadAttention, group: TensorGroup) -> None:
         average_attn_weights: bool = True,
         is_causal: bool = False,
     ) -> tuple[Tensor, Tensor | None]:
+        if need_weights and _weights_refused[0]:
+            raise RuntimeError(NEEDS_NO_WEIGHTS)
         if is_causal and attn_mask is None:
             raise RuntimeError("Need attn_mask if specifying the is_causal hint.")
         batched = query.dim() == 3

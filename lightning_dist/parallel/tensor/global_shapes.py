@@ -21,6 +21,7 @@ from torch.utils._pytree import tree_map
 from lightning_dist.parallel.tensor.shards import Forward, as_dtensor, distribute_parameter, override_forward
 from lightning_dist.parallel.tensor.styles import TensorGroup, matrix_dims
 
+_scaled_dot_product_attention = F.scaled_dot_product_attention  # by its own name: context parallelism replaces it
 _DROPOUTS = (F.dropout, F.alpha_dropout, F.feature_alpha_dropout, F.dropout1d, F.dropout2d, F.dropout3d, torch.dropout)
 
 
@@ -105,7 +106,7 @@ class _GlobalShapes(TorchFunctionMode):
         tree_map(look, (args, kwargs))
         if not distributed[0]:
             return func(*args, **kwargs)
-        if func is F.scaled_dot_product_attention:
+        if func is _scaled_dot_product_attention:
             return self._attention(*args, **kwargs)
         if func in _DROPOUTS:
             return self._dropout(func, *args, **kwargs)

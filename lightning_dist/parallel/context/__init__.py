@@ -1,0 +1,28 @@
+"""Context parallelism: each rank holds a part of every sequence, and attention reaches the whole."""
+
+from lightning_dist.parallel.context.attention import context_attention, ulysses_attention
+from lightning_dist.parallel.context.huggingface import prepare_network
+from lightning_dist.parallel.context.sequence import (
+    ContextParallel,
+    combine_loss,
+    cut_batch,
+    gather_sequence,
+    loss_share,
+    shift_labels,
+    sum_context_gradients,
+    token_positions,
+)
+
+__all__ = [
+    "ContextParallel",
+    "combine_loss",
+    "context_attention",
+    "cut_batch",
+    "gather_sequence",
+    "loss_share",
+    "prepare_network",
+    "shift_labels",
+    "sum_context_gradients",
+    "token_positions",
+    "ulysses_attention",
+]
