@@ -157,6 +157,22 @@ def test_a_model_folder_with_its_tokenizer_is_fine_tuned_and_written_back(text, 
     assert AutoTokenizer.from_pretrained(written).decode(tokenizer("return x").input_ids) == "return x"
 
 
+@pytest.mark.slow
+def test_the_module_keeps_its_numbers_under_a_layout():
+    command = [Path(sys.executable).parent / "lightning-dist", "verify", "small:factory", "--layout"]
+    done = subprocess.run(
+        [*command, "replicate=2,shard=2", "--steps", "3", "--json"],
+        cwd=FOLDER,
+        capture_output=True,
+        text=True,
+        timeout=150,
+    )
+    assert done.returncode == 0, done.stdout + done.stderr
+    report = json.loads(done.stdout)
+    assert report["same"] and report["world_size"] == 4
+    assert len(report["losses"]) == 3
+
+
 @pytest.fixture
 def data(monkeypatch):
     monkeypatch.syspath_prepend(str(FOLDER))
