@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, field
+from typing import Any
 
 import torch
 import torch.distributed as dist
@@ -17,6 +18,7 @@ from lightning_dist.parallel.activation import ActivationCheckpointing, checkpoi
 from lightning_dist.parallel.pipeline import AttachedPipeline, PipelinePlan, attach_pipeline
 from lightning_dist.parallel.pipeline.ownership import equalise_shared
 from lightning_dist.parallel.pipeline.sharding import shard_stages
+from lightning_dist.parallel.tensor import TensorParallelReport, apply_tensor_parallel
 
 
 @dataclass(frozen=True)
@@ -39,6 +41,7 @@ class ParallelModule:
         fsdp_modules: All modules that FSDP2 manages, the roots among them.
         names: The names of the whole module's state, in its order, of which a pipeline rank has a part.
         pipeline: The pipeline that was attached, if any.
+        tensor: What tensor parallelism did, if any.
     """
 
     layout: ParallelLayout
@@ -47,6 +50,7 @@ class ParallelModule:
     fsdp_modules: list[FSDPModule] = field(default_factory=list)
     names: list[str] = field(default_factory=list)
     pipeline: AttachedPipeline | None = None
+    tensor: TensorParallelReport | None = None
 
 
 def parallelise(
@@ -58,10 +62,13 @@ def parallelise(
     settings: ParallelSettings,
     *,
     convert: Callable[[nn.Module], nn.Module],
+    tensor_plan: Mapping[str, Any] | None,
     roots: Sequence[nn.Module],
     root_methods: Sequence[str],
 ) -> ParallelModule:
     """Unit by unit: memory, precision, equal weights, checkpointing, compile, shard; then what is left.
+
+    Tensor parallelism needs all layers in memory before the first is cut.
 
     Collectives: broadcasts of all parameters and buffers over the world.
 
@@ -73,6 +80,7 @@ def parallelise(
         device: This rank's device.
         settings: How units are treated.
         convert: Changes a module's precision.
+        tensor_plan: Tensor-parallel style of modules, relative to ``module``; None without tensor parallelism.
         roots: The outermost modules to shard: ``module`` itself, or parts that cover it.
         root_methods: Methods of ``module`` that use its parameters as its forward does, where it is the root.
     """
@@ -89,6 +97,11 @@ def parallelise(
         if dist.is_initialized():
             data.equalise_weights(part)
 
+    report = None
+    if tensor_plan is not None:
+        assert mesh is not None
+        make_real(module, "")
+        report = apply_tensor_parallel(module, mesh, tensor_plan)
     for name, unit in units.items():
         make_real(unit, name)
         # Checkpointing inside compile, so that the compiler sees what is computed again; both inside FSDP2's hooks.
@@ -100,13 +113,13 @@ def parallelise(
             data.shard_module(unit, mesh, reshard_after_forward=settings.reshard_after_forward)
     make_real(module, "")
     if not sharded:
-        return ParallelModule(layout, settings, units, names=names)
+        return ParallelModule(layout, settings, units, names=names, tensor=report)
     assert mesh is not None
     for root in roots:
         if not isinstance(root, FSDPModule):
             data.shard_module(root, mesh, reshard_after_forward=settings.reshard_after_forward, root=True)
         data.make_root(root, root_methods if root is module else ())
-    return ParallelModule(layout, settings, units, data.fsdp_modules(module), names)
+    return ParallelModule(layout, settings, units, data.fsdp_modules(module), names, tensor=report)
 
 
 def parallelise_stages(
@@ -119,6 +132,7 @@ def parallelise_stages(
     settings: ParallelSettings,
     *,
     convert: Callable[[nn.Module], nn.Module],
+    tensor_plan: Mapping[str, Any] | None,
     stage_group: dist.ProcessGroup | None,
     shared: Sequence[str],
 ) -> ParallelModule:
@@ -137,10 +151,20 @@ def parallelise_stages(
         settings: How units are treated; ``reshard_after_forward="auto"`` is False here, for every microbatch would
             gather again.
         convert: Changes a module's precision.
+        tensor_plan: Tensor-parallel style of modules, relative to ``module``; None without tensor parallelism.
         stage_group: The ranks that have the same stages; None if this rank alone has them.
         shared: Full names of parameters that every stage is to have.
     """
     names = list(module.state_dict())
+    report = None
+    if tensor_plan is not None:
+        # Layers are cut before stages drop theirs, for the plan is one of the whole network.
+        if meta.has_meta_tensors(module):
+            meta.materialise(module, device, meta.initialiser_of(module))
+        convert(module)
+        module.to(device)
+        data.equalise_weights(module)
+        report = apply_tensor_parallel(module, mesh, tensor_plan)
     group = mesh["pipeline"].get_group()
     rank = mesh.get_local_rank("pipeline")
     initialise = meta.initialiser_of(module)
@@ -151,7 +175,8 @@ def parallelise_stages(
     module.to(device)
     if stage_group is not None:
         data.equalise_weights(module, stage_group)
-    equalise_shared(pipeline.ownership, module, group)
+    if tensor_plan is None:  # else the whole module has been made equal before it was cut
+        equalise_shared(pipeline.ownership, module, group)
     local = [name for position, name in enumerate(plan.chain) if pipeline.dispatcher.is_local(position)]
     inner = [unit for unit in unit_names if any(unit.startswith(f"{name}.") for name in local)]
     treated = [module.get_submodule(name) for name in (inner or local)]
@@ -166,4 +191,4 @@ def parallelise_stages(
         for stage in pipeline.stages:
             data.make_root(stage, ())
     managed = [unit for stage in pipeline.stages for unit in data.fsdp_modules(stage)]
-    return ParallelModule(layout, settings, {}, managed, names, pipeline)
+    return ParallelModule(layout, settings, {}, managed, names, pipeline, report)

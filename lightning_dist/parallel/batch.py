@@ -21,7 +21,7 @@ def sample_count(batch: Any) -> int:
 
 
 def _leaves(value: Any, place: str = "") -> Iterator[tuple[str, Any]]:
-    """What a batch holds and where: also in mappings that are no dictionaries, as tokenizers return, and dataclasses."""
+    """What a batch holds and where; also in dataclasses, and in mappings that are no dictionaries (tokenizers)."""
     if isinstance(value, Mapping):
         for key, entry in value.items():
             yield from _leaves(entry, f"{place}[{key!r}]")

@@ -21,6 +21,7 @@ from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
+from torchmetrics import Metric
 
 from lightning_dist import _compat
 from lightning_dist.layout import MESH_AXES, ParallelLayout
@@ -35,8 +36,10 @@ from lightning_dist.parallel.pipeline.checks import find_refusal
 from lightning_dist.parallel.pipeline.costs import module_costs
 from lightning_dist.parallel.pipeline.placement import find_schedule
 from lightning_dist.parallel.pipeline.trace import Tracer
+from lightning_dist.parallel.tensor import sum_replicated_gradients
 from lightning_dist.plan import ModelPlan
 from lightning_dist.plan.chain import find_chain
+from lightning_dist.plan.huggingface import describe_missing_plan, find_tensor_plan
 from lightning_dist.plan.units import find_network, find_units
 from lightning_dist.strategies import module_checkpoint
 from lightning_dist.strategies.evaluation import Evaluation, uncounted
@@ -130,11 +133,11 @@ class HybridParallelStrategy(ParallelStrategy):
             if sizes != ParallelLayout():
                 raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")
             sizes = ParallelLayout.parse(layout) if isinstance(layout, str) else layout
-        for axis in ("tensor", "context", "expert"):
+        for axis in ("context", "expert"):
             if getattr(sizes, axis) > 1:
                 raise ValueError(
-                    f"{axis}_parallel_size={getattr(sizes, axis)} is not available yet; this version has the data axes"
-                    " (replicate, shard) and pipelines."
+                    f"{axis}_parallel_size={getattr(sizes, axis)} is not available yet; this version has data, tensor"
+                    " and pipeline parallelism."
                 )
         schedule = find_schedule(pipeline_schedule)
         if microbatches != "auto" and (not _whole(microbatches) or microbatches < 1):
@@ -319,12 +322,19 @@ class HybridParallelStrategy(ParallelStrategy):
             self._reset_optimizers_and_schedulers()
             with _compat.optimizers_of_nothing():
                 self.setup_optimizers(trainer)
+            self._seed_by_data_rank()
             if self._pipeline is not None and len(self.optimizers) > 1:
                 raise ValueError(
                     f"configure_optimizers made {len(self.optimizers)} optimizers, which need manual optimization, and"
                     " a pipeline can't run that; use one optimizer with several parameter groups, or another layout."
                 )
         self.setup_precision_plugin()
+
+    def _seed_by_data_rank(self) -> None:
+        """From here on ranks of one replica draw the same random numbers (dropout), and data ranks others."""
+        if self.world_size > 1:
+            seed = self.broadcast(torch.initial_seed())
+            torch.manual_seed((seed + self.layout.data_coordinate(self.global_rank)) % 2**63)
 
     def _refuse_unsuited(self, trainer: Trainer) -> None:
         for callback in trainer.callbacks:  # type: ignore[attr-defined]
@@ -349,8 +359,9 @@ class HybridParallelStrategy(ParallelStrategy):
             plan = module.parallel_plan()  # type: ignore[operator]
         units = find_units(module, plan)
         convert = self.precision_plugin.convert_module
+        tensor_plan = self._tensor_plan(module, plan) if self.layout.tensor > 1 else None
         if self.layout.pipeline > 1:
-            self._parallel_module = self._stages(module, units, plan or ModelPlan(), convert)
+            self._parallel_module = self._stages(module, units, plan or ModelPlan(), convert, tensor_plan)
         else:
             self._parallel_module = parallelise(
                 module,
@@ -360,13 +371,28 @@ class HybridParallelStrategy(ParallelStrategy):
                 self.root_device,
                 self._settings,
                 convert=convert,
+                tensor_plan=tensor_plan,
                 roots=self._roots(module) if self.layout.data_size > 1 else [],
                 root_methods=[step for step in STEPS if is_overridden(step, module)],
             )
         module.__dict__[STATE_NAME] = self._parallel_module
 
+    def _tensor_plan(self, module: LightningModule, plan: ModelPlan | None) -> dict[str, Any]:
+        """The plan's styles, or those that are found, by names relative to the module."""
+        prefix, network = find_network(module, plan)
+        written = plan.tensor if plan is not None else None
+        found = dict(written) if written is not None else find_tensor_plan(network)
+        if not found:
+            raise ValueError(describe_missing_plan(network))
+        return {f"{prefix}.{name}" if prefix else name: style for name, style in found.items()}
+
     def _stages(
-        self, module: LightningModule, units: list[str], plan: ModelPlan, convert: Callable[[nn.Module], nn.Module]
+        self,
+        module: LightningModule,
+        units: list[str],
+        plan: ModelPlan,
+        convert: Callable[[nn.Module], nn.Module],
+        tensor_plan: dict[str, Any] | None,
     ) -> ParallelModule:
         """Gives this rank its stages of the pipeline, and the runner that drives them."""
         chain = find_chain(module, plan)
@@ -387,6 +413,7 @@ class HybridParallelStrategy(ParallelStrategy):
             self.root_device,
             self._settings,
             convert=convert,
+            tensor_plan=tensor_plan,
             stage_group=self._stage_group,
             shared=shared,
         )
@@ -431,6 +458,12 @@ class HybridParallelStrategy(ParallelStrategy):
             self._undefined = UndefinedGradients(module)
         if self.world_size == 1:
             return
+        for metric in module.modules():
+            if isinstance(metric, Metric):
+                # Ranks of one replica have seen the same samples, which must not count twice.
+                metric.process_group = self._data_group
+                if self._data_group is None:
+                    metric.distributed_available_fn = _never
         if not any(isinstance(callback, EpochAgreement) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, EpochAgreement(self))  # type: ignore[attr-defined]
         if self._data_group is not None and self._path_check is None and self._pipeline is None:
@@ -596,6 +629,7 @@ class HybridParallelStrategy(ParallelStrategy):
         """Steps, after the gradients of the window have been given their exact weights."""
         assert self.lightning_module is not None and self._loss_weights is not None
         if not self.lightning_module.automatic_optimization:
+            sum_replicated_gradients(_parameters(optimizer))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         weighted = partial(self._weighted_closure, closure, optimizer, self._loss_weights.batches)
         result = super().optimizer_step(optimizer, weighted, model, **kwargs)
@@ -608,6 +642,7 @@ class HybridParallelStrategy(ParallelStrategy):
         result = closure()
         if self._pipeline is not None:
             self._pipeline.complete_gradients()
+        sum_replicated_gradients(_parameters(optimizer))
         factor = self._loss_weights.gradient_factor(self.lightning_module.trainer.accumulate_grad_batches)
         if isinstance(factor, Tensor) or factor != 1.0:
             gradients.scale_gradients_(_parameters(optimizer), factor)
@@ -789,6 +824,10 @@ def _reduction(reduce_op: Any) -> tuple[bool, Any]:
     if reduce_op is None or reduce_op == dist.ReduceOp.AVG or str(reduce_op).lower() in ("mean", "avg"):
         return True, dist.ReduceOp.SUM
     return False, getattr(dist.ReduceOp, reduce_op.upper()) if isinstance(reduce_op, str) else reduce_op
+
+
+def _never() -> bool:
+    return False
 
 
 def _whole(number: Any) -> bool:
