@@ -1,0 +1,31 @@
+"""Mixtures of experts, on one device and spread over ranks that exchange tokens."""
+
+from lightning_dist.parallel.expert.apply import ExpertReport, apply_expert_parallel, build_expert_mesh
+from lightning_dist.parallel.expert.discovery import experts_within, find_experts, share_tokens
+from lightning_dist.parallel.expert.exchange import exchange_tokens
+from lightning_dist.parallel.expert.experts import Experts
+from lightning_dist.parallel.expert.layer import MixtureOfExperts
+from lightning_dist.parallel.expert.losses import attach_loss, auxiliary_loss, load_balancing_loss, z_loss
+from lightning_dist.parallel.expert.router import Routing, TopKRouter, update_expert_biases
+from lightning_dist.parallel.expert.statistics import RouterStatistics, watch_routing
+
+__all__ = [
+    "ExpertReport",
+    "Experts",
+    "MixtureOfExperts",
+    "RouterStatistics",
+    "Routing",
+    "TopKRouter",
+    "apply_expert_parallel",
+    "attach_loss",
+    "auxiliary_loss",
+    "build_expert_mesh",
+    "exchange_tokens",
+    "experts_within",
+    "find_experts",
+    "load_balancing_loss",
+    "share_tokens",
+    "update_expert_biases",
+    "watch_routing",
+    "z_loss",
+]
