@@ -242,3 +242,18 @@ def after_backward(callback: Callable[[], None]) -> None:
 def in_backward() -> bool:
     """Whether this thread runs a backward, as a checkpointed forward that is computed again does (torch 2.13)."""
     return torch._C._current_graph_task_id() != -1
+
+
+def masks_as_with_values() -> Any:
+    """A context in which Hugging Face models build the masks that they build for real tensors (transformers 5.24).
+
+    They write a causal mask out when they see a tensor without values, where a real run tells the attention kernel.
+    """
+    import contextlib
+    import sys
+    from unittest import mock
+
+    masking = sys.modules.get("transformers.masking_utils")
+    if masking is None or not hasattr(masking, "is_tracing"):
+        return contextlib.nullcontext()
+    return mock.patch.object(masking, "is_tracing", lambda tensor=None: False)
