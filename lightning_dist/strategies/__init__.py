@@ -2,12 +2,26 @@
 
 from lightning.pytorch.strategies import StrategyRegistry
 
+from lightning_dist.parallel.adascale import AdaScale, ScaleInvariantSchedule
+from lightning_dist.strategies.adascale_gain import AdaScaleGain
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
 from lightning_dist.strategies.precision import HybridMixedPrecision
+from lightning_dist.strategies.sharded import FairScaleShardedStrategy
 
 if "hybrid" not in StrategyRegistry:
     StrategyRegistry.register(
         "hybrid", HybridParallelStrategy, "Any mix of data, tensor, pipeline, context and expert parallelism"
     )
+if "fairscale_sharded" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "fairscale_sharded", FairScaleShardedStrategy, "FairScale's sharded optimizer and gradients (ZeRO-2)"
+    )
 
-__all__ = ["HybridMixedPrecision", "HybridParallelStrategy"]
+__all__ = [
+    "AdaScale",
+    "AdaScaleGain",
+    "FairScaleShardedStrategy",
+    "HybridMixedPrecision",
+    "HybridParallelStrategy",
+    "ScaleInvariantSchedule",
+]
