@@ -8,9 +8,9 @@ from __future__ import annotations
 
 import logging
 import os
+import queue
 import threading
 import time
-from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import timedelta
@@ -22,7 +22,7 @@ from torch.distributed.checkpoint.metadata import MetadataIndex
 
 from lightning_dist.checkpoint import commit, history
 from lightning_dist.checkpoint.format import CheckpointError, Commit
-from lightning_dist.checkpoint.planner import LocalPlan, SnapshotPlanner, host_buffer
+from lightning_dist.checkpoint.planner import SnapshotPlanner, host_buffer
 from lightning_dist.checkpoint.storage import PathLike, locate
 from lightning_dist.checkpoint.team import LostContact, Team
 from lightning_dist.checkpoint.write import SharedPlan, Snapshot, complete_info, write_snapshot
@@ -62,9 +62,10 @@ class BackgroundWriter:
         self._timeout = timeout
         self._background_group = self._new_group()
         self._buffers: dict[MetadataIndex, torch.Tensor] = {}
-        self._local_plan: LocalPlan | None = None
+        self._planner: SnapshotPlanner | None = None
         self._shared_plan: SharedPlan | None = None
-        self._jobs: deque[Callable[[], None]] = deque()
+        self._jobs: queue.SimpleQueue[Callable[[], None] | None] = queue.SimpleQueue()
+        self._thread: threading.Thread | None = None
         self._lock = threading.Lock()
         self._idle = threading.Event()
         self._idle.set()
@@ -133,9 +134,10 @@ class BackgroundWriter:
 
         Collectives: one all-gather of small objects on the group of this object.
         """
-        snapshot = Snapshot.take(tensors, trainer_state, rank_state, self._team.is_first)
+        before = self._planner
+        snapshot = Snapshot.take(tensors, trainer_state, rank_state, self._team.is_first, before)
         planner = snapshot.planner
-        same = planner is not None and self._local_plan is not None and planner.is_like(self._local_plan)
+        same = planner is not None and before is not None and planner.local_plan is before.local_plan
         states = self._meet(f"saving {directory}", patience, same)
         if any(state.busy for state in states):
             _log.warning(
@@ -151,7 +153,7 @@ class BackgroundWriter:
             try:
                 # Of what every replica holds, only the one that writes it has to copy it, once that is agreed on.
                 planner.copy_into(self._buffers, only=shared.mine if shared else None)
-                self._local_plan = planner.local_plan
+                self._planner = planner
             except Exception as error:  # out of memory: told to the others when they write together
                 snapshot = Snapshot(error=error)
         completed = complete_info(info, trainer_state)
@@ -201,8 +203,12 @@ class BackgroundWriter:
                 raise CheckpointError("a checkpoint is still being written")
         elif not self._idle.wait(patience):
             raise CheckpointError(f"rank {self._team.rank} is still writing a checkpoint")
+        if self._thread is not None:
+            self._jobs.put(None)
+            self._thread.join()
+            self._thread = None
         self._buffers.clear()
-        self._local_plan = self._shared_plan = None
+        self._planner = self._shared_plan = None
         if not together and self._error is not None:
             error, self._error = self._error, None
             raise error
@@ -221,7 +227,7 @@ class BackgroundWriter:
         if failed:
             with self._lock:
                 self._error = None
-            self._shared_plan = self._local_plan = None
+            self._shared_plan = self._planner = None
             raise CheckpointError(
                 f"{'; '.join(failed)}. The newest safe state is {self.unprotected_seconds:.0f} seconds old"
             )
@@ -229,27 +235,39 @@ class BackgroundWriter:
 
     def _submit(self, job: Callable[[], None]) -> None:
         with self._lock:
-            self._jobs.append(job)
-            if self._idle.is_set():
-                self._idle.clear()
-                # Not a daemon: a script that ends without `close` still finishes its last checkpoint.
-                threading.Thread(target=self._work, name="checkpoint writer").start()
+            self._idle.clear()
+            if self._thread is None:
+                self._thread = threading.Thread(target=self._work, name="checkpoint writer")
+                self._thread.start()
+            self._jobs.put(job)
 
     def _work(self) -> None:
+        # Not a daemon, and it outlives the main thread for as long as there is work: a script that ends without
+        # `close` still finishes its last checkpoint.
+        main = threading.main_thread()
         while True:
-            with self._lock:
-                if not self._jobs:
-                    self._idle.set()
-                    return
-                job = self._jobs.popleft()
             try:
-                job()
-            except Exception as error:
-                with self._lock:
-                    self._lost_contact |= isinstance(error, LostContact)
-                    known = isinstance(error, CheckpointError)
-                    self._error = error if known else CheckpointError(f"{type(error).__name__}: {error}")  # type: ignore[assignment]
-                _log.error("%s; the newest safe state is %.0f seconds old", error, self.unprotected_seconds)
+                job = self._jobs.get(timeout=0.2)
+            except queue.Empty:
+                if not main.is_alive():
+                    return
+                continue
+            if job is None:
+                return
+            self._run(job)
+            with self._lock:
+                if self._jobs.empty():
+                    self._idle.set()
+
+    def _run(self, job: Callable[[], None]) -> None:
+        try:
+            job()
+        except Exception as error:
+            known = error if isinstance(error, CheckpointError) else CheckpointError(f"{type(error).__name__}: {error}")
+            with self._lock:
+                self._lost_contact |= isinstance(error, LostContact)
+                self._error = known
+            _log.error("%s; the newest safe state is %.0f seconds old", error, self.unprotected_seconds)
 
     def _write(
         self,
@@ -273,7 +291,8 @@ class BackgroundWriter:
             self._delete(path)
 
     def _verify_new(self, directory: str, made: Commit) -> None:
-        report = history.verify_together(directory, group=self._background_group)
+        threads = None if threading.main_thread().is_alive() else 1  # a program that ends can start no more threads
+        report = history.verify_together(directory, threads=threads, group=self._background_group)
         if not report.intact:
             raise CheckpointError(f"the checkpoint just written is not what was to be written: {report}")
         self._good[locate(directory)[1]] = directory, made.manifest

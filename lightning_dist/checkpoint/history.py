@@ -135,7 +135,7 @@ def agree_on_newest(root: PathLike, *, full: bool = True, group: Any = None) -> 
     return _choose(entries, lambda path: verify_together(path, full=full, group=group))
 
 
-def verify_together(directory: PathLike, *, full: bool = True, group: Any = None) -> Report:
+def verify_together(directory: PathLike, *, full: bool = True, threads: int | None = None, group: Any = None) -> Report:
     """Like `verify`, each rank its share of the files; the same report on every rank.
 
     Collectives: one broadcast and one all-gather of small objects on `group`.
@@ -143,7 +143,7 @@ def verify_together(directory: PathLike, *, full: bool = True, group: Any = None
     team = Team(group)
     what = f"verifying the checkpoint {directory}"
     # Every rank reads the manifest that rank 0 has read, so that all share out the same list of files.
-    report = team.from_first(what, lambda: verify_part(directory, 0, team.world_size, full=full))
+    report = team.from_first(what, lambda: verify_part(directory, 0, team.world_size, full=full, threads=threads))
     if report.manifest is None:
         return report
     parts = team.gather(
@@ -151,7 +151,9 @@ def verify_together(directory: PathLike, *, full: bool = True, group: Any = None
         lambda: (
             report
             if team.is_first
-            else verify_part(directory, team.rank, team.world_size, full=full, manifest=report.manifest)
+            else verify_part(
+                directory, team.rank, team.world_size, full=full, threads=threads, manifest=report.manifest
+            )
         ),
     )
     return Report(

@@ -39,34 +39,38 @@ class SnapshotPlanner(DefaultSavePlanner):
     Args:
         tensors: Nested state dict of tensors, DTensors and plain values, as this rank holds them. Tensors are
             referred to; plain values are pickled at once.
+        like: An earlier planner; where names and layout are still the same, its plan is taken over (`local_plan` is
+            then the same object) and planning costs next to nothing.
     """
 
-    def __init__(self, tensors: dict[str, Any]) -> None:
+    def __init__(self, tensors: dict[str, Any], like: SnapshotPlanner | None = None) -> None:
         super().__init__()
         self.set_up_planner(tensors)
-        items: list[WriteItem] = []
+        held = {name: _held(value) for name, value in self.state_dict.items()}
+        unequal = frozenset(_unequal(self.state_dict))
+        self.layout = {name: layout for name, (layout, _) in held.items()}
+        self.local_plan: LocalPlan
+        self._cuts: list[_Cut]
+        if like is not None and (like.layout, like.local_plan.unequal) == (self.layout, unequal):
+            self.plan, self.local_plan, self._cuts = like.plan, like.local_plan, like._cuts
+        else:
+            self._cuts = [
+                cut for item in super().create_local_plan().items for cut in _cuts(item, held[item.index.fqn][1])
+            ]
+            self.plan = SavePlan([cut.item for cut in self._cuts], planner_data=self.mappings)
+            self.local_plan = LocalPlan(self.plan, tuple(self.state_dict), unequal)
         self.data: dict[MetadataIndex, torch.Tensor | bytes] = {}
-        for item in super().create_local_plan().items:
-            if item.tensor_data is None:
-                pickled = super().resolve_data(item)
+        for cut in self._cuts:
+            if cut.item.tensor_data is None:
+                pickled = super().resolve_data(cut.item)
                 assert isinstance(pickled, io.BytesIO)
-                self.data[item.index] = pickled.getvalue()
-                items.append(item)
-            elif not _is_empty_shard(item):
-                value = super().resolve_data(item)
-                assert isinstance(value, torch.Tensor)
-                for piece, part in _pieces(item, value.detach()):
-                    self.data[piece.index] = part
-                    items.append(piece)
-        self.plan = SavePlan(items, planner_data=self.mappings)
-        self.local_plan = LocalPlan(self.plan, tuple(self.state_dict), frozenset(_unequal(self.state_dict)))
+                self.data[cut.item.index] = pickled.getvalue()
+            else:
+                value = held[cut.item.index.fqn][1]
+                self.data[cut.item.index] = value if cut.narrow is None else value.narrow(*cut.narrow)
 
     def create_local_plan(self) -> SavePlan:
         return self.plan
-
-    def is_like(self, other: LocalPlan) -> bool:
-        """Whether names, shapes, dtypes and layout are those of another plan, so that what was shared out holds."""
-        return self.local_plan == other
 
     def copy_into(self, buffers: dict[MetadataIndex, torch.Tensor], only: SavePlan | None = None) -> None:
         """Copies the tensors that are to be written to host memory, all of them, those that are there already too.
@@ -116,32 +120,49 @@ def host_buffer(like: torch.Tensor) -> torch.Tensor:
     return torch.empty(like.shape, dtype=like.dtype, device="cpu", pin_memory=pinned)
 
 
-def _is_empty_shard(item: WriteItem) -> bool:
-    """A rank whose shard is empty reports it at an offset where another rank's shard may really begin; of two items
-    at one offset only one is written (pytorch#150862), so the empty one must not be there at all."""
-    data = item.tensor_data
-    return data is not None and math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0
+def _held(value: Any) -> tuple[Any, Any]:
+    """How a value is laid out, comparable with that of an earlier state, and the part of it that this rank holds."""
+    if isinstance(value, DTensor):
+        local = value.to_local().detach()
+        return (value.shape, value.dtype, value.placements, value.device_mesh, local.shape), local
+    if isinstance(value, torch.Tensor):
+        return (value.shape, value.dtype), value.detach()
+    return None, value
 
 
-def _pieces(item: WriteItem, value: torch.Tensor) -> Iterator[tuple[WriteItem, torch.Tensor]]:
-    """Cuts a shard along its first dimension that is long enough, else along its longest."""
+@dataclasses.dataclass(frozen=True)
+class _Cut:
+    """One item of a plan, and the part of the local tensor that it is: dimension, start, length; None is all."""
+
+    item: WriteItem
+    narrow: tuple[int, int, int] | None = None
+
+
+def _cuts(item: WriteItem, value: Any) -> Iterator[_Cut]:
+    """Cuts a shard along its first dimension that is long enough; leaves out one that holds nothing.
+
+    A rank whose shard is empty reports it at an offset where another rank's shard may really begin; of two items at
+    one offset only one is written (pytorch#150862), so the empty one must not be there at all.
+    """
     data = item.tensor_data
-    assert data is not None
+    if data is None:
+        yield _Cut(item)
+        return
+    if math.prod(data.chunk.sizes) == 0 and math.prod(data.size) > 0:
+        return
     count = min(math.ceil(value.nbytes / PIECE_BYTES), max(value.shape, default=1))
     if count <= 1:
-        yield dataclasses.replace(item, type=WriteItemType.SHARD), value
+        yield _Cut(dataclasses.replace(item, type=WriteItemType.SHARD))
         return
-    dim = next((dim for dim, size in enumerate(value.shape) if size >= count), None)
-    assert dim is not None
+    dim = next(dim for dim, size in enumerate(value.shape) if size >= count)
     length = math.ceil(value.shape[dim] / count)
     for start in range(0, value.shape[dim], length):
-        part = value.narrow(dim, start, min(length, value.shape[dim] - start))
-        offsets = list(data.chunk.offsets)
+        offsets, sizes = list(data.chunk.offsets), list(value.shape)
         offsets[dim] += start
-        chunk = ChunkStorageMetadata(torch.Size(offsets), part.size())
+        sizes[dim] = min(length, value.shape[dim] - start)
+        tensor_data = dataclasses.replace(data, chunk=ChunkStorageMetadata(torch.Size(offsets), torch.Size(sizes)))
         index = MetadataIndex(item.index.fqn, offsets)
-        tensor_data = dataclasses.replace(data, chunk=chunk)
-        yield WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=tensor_data), part
+        yield _Cut(WriteItem(index=index, type=WriteItemType.SHARD, tensor_data=tensor_data), (dim, start, sizes[dim]))
 
 
 def _unequal(state_dict: dict[str, Any]) -> Iterator[str]:

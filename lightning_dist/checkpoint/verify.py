@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import pickle
 from concurrent.futures import ThreadPoolExecutor
@@ -61,7 +62,7 @@ def verify(directory: PathLike, *, full: bool = True, threads: int | None = None
     Args:
         directory: The checkpoint's directory.
         full: True compares every byte with its checksum; False only looks for missing files and wrong sizes.
-        threads: Files are checked in as many threads; None takes two for each CPU, eight at most.
+        threads: Files are checked in as many threads; None takes two for each CPU, eight at most. 1 starts none.
     """
     return verify_part(directory, 0, 1, full=full, threads=threads)
 
@@ -89,8 +90,13 @@ def verify_part(
             file = COMMITTED if isinstance(error, commit.CommitError) else MANIFEST
             return Report(name, None, (Problem(file, str(error).removeprefix(f"{path}: ")),))
     files = sorted(manifest.files, key=lambda file: (-manifest.files[file].size, file))[part::parts]
-    with ThreadPoolExecutor(threads or min(8, 2 * (os.cpu_count() or 1))) as pool:
-        found = list(pool.map(lambda file: _check_file(storage, path, manifest, file, full), files))
+    check = functools.partial(_check_file, storage, path, manifest, full=full)
+    threads = min(threads or min(8, 2 * (os.cpu_count() or 1)), len(files))
+    if threads <= 1:
+        found = [check(file) for file in files]
+    else:
+        with ThreadPoolExecutor(threads) as pool:
+            found = list(pool.map(check, files))
     foreign: tuple[str, ...] = ()
     if part == 0:
         known = {*manifest.files, MANIFEST, COMMITTED}

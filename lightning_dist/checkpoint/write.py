@@ -47,12 +47,17 @@ class Snapshot:
 
     @classmethod
     def take(
-        cls, tensors: dict[str, Any], trainer_state: dict[str, Any], rank_state: dict[str, Any] | None, first: bool
+        cls,
+        tensors: dict[str, Any],
+        trainer_state: dict[str, Any],
+        rank_state: dict[str, Any] | None,
+        first: bool,
+        like: SnapshotPlanner | None = None,
     ) -> Snapshot:
         """Plans what to write and pickles all that is not a tensor; tensors are referred to, not copied."""
         try:
             return cls(
-                planner=SnapshotPlanner(tensors),
+                planner=SnapshotPlanner(tensors, like),
                 trainer_state=_pickled(trainer_state) if first else b"",
                 rank_state=None if rank_state is None else _pickled(rank_state),
             )

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import errno
 import os
+import subprocess
+import sys
 import threading
 import time
 from datetime import timedelta
@@ -177,6 +179,21 @@ def test_prepared_memory_is_used_by_the_first_save(tmp_path: Path) -> None:
     assert {index.fqn: buffer.data_ptr() for index, buffer in writer._buffers.items()} == places and len(places) == 3
     writer.close()
     check_is_step(str(tmp_path / "step_2"), 2)
+
+
+ENDS_AT_ONCE = """
+import sys, torch
+from lightning_dist import checkpoint
+writer = checkpoint.BackgroundWriter()
+writer.save(sys.argv[1], {"state_dict": {"w": torch.ones(3_000_000)}}, {})
+"""
+
+
+def test_a_script_that_just_ends_finishes_its_last_checkpoint(tmp_path: Path) -> None:
+    command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "one")]
+    ended = subprocess.run(command, capture_output=True, text=True, timeout=120)
+    assert (ended.returncode, ended.stderr) == (0, "")
+    assert checkpoint.verify(tmp_path / "one").intact
 
 
 def run_ranks(root: str) -> list[Any]:
