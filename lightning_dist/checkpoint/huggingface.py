@@ -193,9 +193,8 @@ def _map_names(
 ) -> tuple[dict[str, _Source], list[str]]:
     """For each of the network's names, where its values come from; and the names that nothing asks for."""
     if not hasattr(network, "base_model_prefix"):
-        return {name: stored[name] for name in tensors if name in stored}, [
-            name for name in stored if name not in tensors
-        ]
+        known: dict[str, _Source] = {name: stored[name] for name in tensors if name in stored}
+        return known, [name for name in stored if name not in known]
     from transformers.conversion_mapping import get_model_conversion_mapping
     from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
 
