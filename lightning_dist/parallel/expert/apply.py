@@ -19,6 +19,7 @@ from lightning_dist import _compat
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel.data import ReshardAfterForward
 from lightning_dist.parallel.expert.exchange import exchange_tokens
+from lightning_dist.parallel.expert.inside import cut_inside, tensor_styles_of
 from lightning_dist.parallel.tensor.shards import Forward, local_parameters, override_forward, shown_as
 
 TOKEN_AXES = ("replicate", "expert_shard", "expert")
@@ -31,6 +32,8 @@ class ExpertReport:
 
     experts: dict[str, range] = field(default_factory=dict)
     """Which experts of each module this rank holds (before they are sharded further)."""
+    cut_inside: list[str] = field(default_factory=list)
+    """Modules in which the ranks of the ``tensor`` axis share each expert; in the others they do the same work."""
     whole_parameters: list[nn.Parameter] = field(default_factory=list)
     """This rank's parameters that FSDP2 does not manage; units around them must ignore them."""
 
@@ -72,10 +75,12 @@ def apply_expert_parallel(
     """Spreads each of the named experts over the mesh; before FSDP2 is applied to what is around them.
 
     Module and parameter names stay, and parameters are DTensors of the full shape, so state dicts are those of one
-    device. Weights must be equal on all ranks. Where the mesh has a ``tensor`` axis its ranks do the same work.
+    device. Weights must be equal on all ranks. The ranks of a ``tensor`` axis, which see the same tokens, share the
+    width of each expert where it is known how to cut it and divides; leave the experts out of the tensor plan then.
 
     Collectives: none here; in a forward those of :func:`~lightning_dist.parallel.expert.exchange.exchange_tokens` over
-    ``expert``, and FSDP2's over ``replicate`` and ``expert_shard``.
+    ``expert``, FSDP2's over ``replicate`` and ``expert_shard``, and over ``tensor`` an all-reduce of the output, in
+    backward of the gradients of hidden states and weights.
 
     Args:
         network: The network.
@@ -93,7 +98,10 @@ def apply_expert_parallel(
     for name in names:
         experts = network.get_submodule(name)
         check_experts(experts, name, mesh["expert"].size())
-        report.experts[name] = spread_experts(experts, mesh, gradient_divisor)
+        styles = tensor_styles_of(network, name, mesh["tensor"].size()) if "tensor" in _axes(mesh) else {}
+        if styles:
+            report.cut_inside.append(name)
+        report.experts[name] = spread_experts(experts, mesh, gradient_divisor, styles)
         if not shard_further(experts, mesh, reshard_after_forward):
             report.whole_parameters.extend(experts.parameters())
     return report
@@ -117,14 +125,23 @@ def check_experts(experts: nn.Module, name: str, ranks: int) -> None:
             )
 
 
-def spread_experts(experts: nn.Module, mesh: DeviceMesh, gradient_divisor: int | None = None) -> range:
+def spread_experts(
+    experts: nn.Module,
+    mesh: DeviceMesh,
+    gradient_divisor: int | None = None,
+    tensor_styles: Mapping[str, str] | None = None,
+) -> range:
     """Leaves this rank its part of the experts and exchanges tokens in forward; returns which they are."""
     expert_mesh = mesh["expert"]
     group, ranks, rank = expert_mesh.get_group(), expert_mesh.size(), expert_mesh.get_local_rank()
     total = int(experts.num_experts)  # type: ignore[arg-type]
     own = total // ranks
+    cut = cut_inside(experts, mesh["tensor"], tensor_styles) if tensor_styles else None
     for name, _ in list(experts.named_parameters(recurse=False)):
-        _distribute(experts, name, expert_mesh, [Shard(0)])
+        if cut is None:
+            _distribute(experts, name, expert_mesh, [Shard(0)])
+        else:
+            _distribute(experts, name, mesh["expert", "tensor"], [Shard(0), Shard(cut.dims[name])])
     # FSDP2 averages over the ranks that hold the same experts, while the exchange has summed over the others.
     averaged = math.prod(mesh[axis].size() for axis in TOKEN_AXES[:2] if axis in _axes(mesh))
     scale = averaged / (gradient_divisor or averaged * ranks)
@@ -132,9 +149,11 @@ def spread_experts(experts: nn.Module, mesh: DeviceMesh, gradient_divisor: int |
     def forward(self: nn.Module, original: Forward, args: tuple, kwargs: dict) -> Tensor:
         hidden, index, weights = routed_arguments(original, args, kwargs)
         parts = {name: scale_gradient(part, scale) for name, part in local_parameters(self).items()}
+        if cut is not None:
+            hidden, weights, parts = cut.enter(hidden, weights, parts)
         with shown_as(self, {**parts, "num_experts": own}):
             output, vars(self)["exchanged_bytes"] = exchange_tokens(hidden, index, weights, total, group, original)
-        return output
+        return output if cut is None else cut.leave(output)
 
     override_forward(experts, forward)
     return range(rank * own, (rank + 1) * own)
