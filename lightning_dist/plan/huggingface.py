@@ -6,6 +6,7 @@ Styles are names, so nothing here needs a process group; `lightning_dist.paralle
 from __future__ import annotations
 
 from collections.abc import Mapping
+from typing import Any
 
 from torch import nn
 
@@ -46,6 +47,7 @@ _OURS: dict[str, tuple[Mapping[str, str], Mapping[str, str]]] = {
     "bert": (_BERT, {"cls.predictions.decoder": "colwise_gather_output"}),
     "vit": (_VIT, {}),
 }
+_ADDITIONS = ("sequence_parallel", "loss_parallel", "local_shapes", "global_shapes")
 _TORCH_LAYER = {"linear1": "colwise", "linear2": "rowwise", "self_attn": "attention", "multihead_attn": "attention"}
 
 
@@ -84,6 +86,22 @@ def find_tensor_plan(network: nn.Module, *, sequence_parallel: bool = False) -> 
             raise ValueError(f"{type(network).__name__} has no list of like blocks to cut the sequence in.")
         plan.update(dict.fromkeys(blocks, "sequence_parallel"))
     return plan
+
+
+def complete_tensor_plan(network: nn.Module, written: Mapping[str, Any] | None) -> dict[str, Any]:
+    """The plan to use, given what a user wrote: all of it, or additions to what is found.
+
+    A plan that cuts no matrix by itself, but only says how (``"sequence_parallel"`` for a list of blocks,
+    ``"loss_parallel"`` for a head, ``"local_shapes"``, ``"global_shapes"``), is added to the one that is found.
+
+    Raises:
+        ValueError: See :func:`find_tensor_plan`.
+    """
+    if not written:
+        return dict(find_tensor_plan(network))
+    if all(style in _ADDITIONS for style in written.values()):
+        return find_tensor_plan(network) | dict(written)
+    return dict(written)
 
 
 def describe_missing_plan(network: nn.Module) -> str:

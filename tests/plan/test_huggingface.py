@@ -1,9 +1,9 @@
-"""Plans that are found: the library's own, ours for families without one, torch's layers; and what is said otherwise."""
+"""Plans that are found: the library's own, ours for families without one, torch's layers; and what is said if not."""
 
 import pytest
 from torch import nn
 
-from lightning_dist.plan.huggingface import find_tensor_plan
+from lightning_dist.plan.huggingface import complete_tensor_plan, find_tensor_plan
 from tests.parallel.tensor.models import HandWrittenNetwork, TorchEncoder, hugging_face
 
 
@@ -91,3 +91,12 @@ def test_the_plan_to_start_from_is_right(pool):
 def test_a_network_without_linear_layers_says_so():
     with pytest.raises(ValueError, match=r"has no tensor-parallel plan and no nn.Linear to cut"):
         find_tensor_plan(nn.Sequential(nn.Conv2d(3, 4, 3), nn.ReLU()))
+
+
+def test_what_only_says_how_is_added_to_what_is_found():
+    network = hugging_face("llama")
+    plan = complete_tensor_plan(network, {"model.layers": "sequence_parallel", "lm_head": "loss_parallel"})
+    assert plan == find_tensor_plan(network) | {"model.layers": "sequence_parallel", "lm_head": "loss_parallel"}
+    assert complete_tensor_plan(network, None) == find_tensor_plan(network)
+    whole = {"lm_head": "colwise_gather_output"}
+    assert complete_tensor_plan(network, whole) == whole

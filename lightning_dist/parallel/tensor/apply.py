@@ -63,9 +63,10 @@ class TensorParallelReport:
 def apply_tensor_parallel(network: nn.Module, mesh: DeviceMesh, plan: Mapping[str, Rule]) -> TensorParallelReport:
     """Spreads the layers of ``network`` over the tensor axis of ``mesh``, in place; call it before FSDP2.
 
-    Every parameter becomes a DTensor on the tensor mesh, cut or replicated, under its own name, and tied parameters
-    stay tied. Weights are taken as equal on the ranks of the tensor group (see ``equalise_weights``); each keeps its
-    part. A network on the meta device works too. Module names, classes and attributes stay.
+    Parameters become DTensors on the tensor mesh, cut or replicated, under their own names, and tied parameters stay
+    tied. Plain stay those of recurrent layers and those that a LightningModule itself owns. Weights are taken as equal
+    on the ranks of the tensor group (see ``equalise_weights``); each keeps its part. A network on the meta device
+    works too. Module names and class names stay.
 
     No collectives here; each style's function names those of its forward and backward.
 
@@ -120,15 +121,16 @@ class _Application:
         replicated = self._replicate_the_rest()
         self._apply_sequence_parallel()
         leave_fast_paths(self._network)
-        if "loss_parallel" in self._plan.rules.values():
-            return_plain_loss(self._network)
+        classifiers = [name for name, rule in self._plan.rules.items() if rule == "loss_parallel"]
+        for owner in dict.fromkeys(name.rpartition(".")[0] for name in classifiers):
+            return_plain_loss(self._network.get_submodule(owner))
         return TensorParallelReport(
             styles={name: str(rule) for name, rule in self._plan.rules.items()},
             on_dtensors=tuple(self._plan.on_dtensors),
             replicated=tuple(name for name in replicated if name not in self._summed),
             summed=tuple(name for name in replicated if name in self._summed),
             tied=tuple(tuple(names) for names in self._plan.ties),
-            sharded_logits="loss_parallel" in self._plan.rules.values(),
+            sharded_logits=bool(classifiers),
         )
 
     def _apply(self, name: str, module: nn.Module, rule: str) -> None:
@@ -207,6 +209,8 @@ class _Application:
             replicated += [key for key in names if _is_whole(self._network.get_parameter(key))]
             if isinstance(module, nn.RNNBase):
                 continue  # it keeps a list of its weights of its own, which would go stale
+            if not name and hasattr(module, "training_step"):
+                continue  # a LightningModule's steps use its own parameters past its forward
             if any(not isinstance(value, DTensor) for value in module._parameters.values() if value is not None):
                 if name in self._on_parts:
                     self._summed.update(names)

@@ -98,7 +98,8 @@ class ResolvedPlan:
                 block: str | None = name
                 while block is not None and not any(is_inside(column, block) for column in columns):
                     block = block.rpartition(".")[0] if block else None
-                if block is not None:
+                # A LightningModule's steps use its layers past its forward, so each of them must stand alone there.
+                if block is not None and (block or not hasattr(self.network, "training_step")):
                     blocks.add(block)
         return {
             name: max((block for block in blocks if is_inside(name, block)), key=len)

@@ -7,6 +7,7 @@ import torch
 
 from lightning_dist import ParallelLayout
 from lightning_dist.parallel.tensor import apply_tensor_parallel, sum_replicated_gradients
+from lightning_dist.plan.huggingface import find_tensor_plan
 from tests.parallel.tensor.compare import gradients, plan_for, weights, worst_difference
 from tests.parallel.tensor.models import batch_for, build, loss_of
 
@@ -32,9 +33,7 @@ def compiled(kind, sequence_parallel):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(
-    ("kind", "sequence_parallel"), [("llama", False), ("llama", True), ("hand_written", False)]
-)
+@pytest.mark.parametrize(("kind", "sequence_parallel"), [("llama", False), ("llama", True), ("hand_written", False)])
 def test_compiled_blocks_equal_one_process(pool, kind, sequence_parallel):
     for difference, name in pool.run(compiled, 2, kind, sequence_parallel, timeout=170):
         assert difference <= 1e-9, name
@@ -92,10 +91,49 @@ def state():
             parameter.zero_()
     again.load_state_dict(network.state_dict())
     equal = all(torch.equal(a, b) for a, b in zip(weights(network).values(), weights(again).values(), strict=True))
-    return names == set(build("gpt2").state_dict()), equal, type(network).__name__, again.lm_head.weight is (
-        again.transformer.wte.weight
+    return (
+        names == set(build("gpt2").state_dict()),
+        equal,
+        type(network).__name__,
+        again.lm_head.weight is (again.transformer.wte.weight),
     )
 
 
 def test_names_classes_and_state_dicts_stay(pool):
     assert pool.run(state, 2) == [(True, True, "GPT2LMHeadModel", True)] * 2
+
+
+class Steps(torch.nn.Module):
+    """Stands for a LightningModule: its step uses layers and parameters of its own past its forward."""
+
+    def __init__(self, layers):
+        super().__init__()
+        torch.manual_seed(0)
+        self.scale = torch.nn.Parameter(torch.tensor(1.5))
+        self.first, self.second = torch.nn.Linear(6, 10), torch.nn.Linear(10, 6)
+        self.model = layers
+        self.double()
+
+    def training_step(self, batch):
+        output = self.second(torch.tanh(self.first(batch["x"]))).square().mean() * self.scale
+        return output + self.model(batch["input_ids"], labels=batch["labels"]).loss
+
+
+def steps():
+    batch = batch_for("llama") | {
+        "x": torch.randn(4, 6, dtype=torch.float64, generator=torch.Generator().manual_seed(1))
+    }
+    modules = [Steps(build("llama")) for _ in range(2)]
+    mesh = ParallelLayout.parse("tp=2").resolve(2).build_mesh("cpu")
+    found = {f"model.{name}": style for name, style in find_tensor_plan(modules[1].model).items()}
+    plan = found | {"first": "colwise", "second": "rowwise", "model.lm_head": "loss_parallel"}
+    apply_tensor_parallel(modules[1], mesh, plan)
+    for module in modules:
+        module.training_step(batch).backward()
+    sum_replicated_gradients(modules[1].parameters())
+    return worst_difference(gradients(modules[0]), gradients(modules[1]))
+
+
+def test_a_modules_steps_may_use_its_layers_directly(pool):
+    for difference, name in pool.run(steps, 2):
+        assert difference <= 1e-6, name  # the sharded loss is computed in float32
