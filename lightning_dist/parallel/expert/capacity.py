@@ -6,6 +6,8 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from lightning_dist.parallel.tensor.collectives import all_gather_single
+
 
 def drop_beyond_capacity(
     top_k_index: Tensor, num_experts: int, factor: float, group: dist.ProcessGroup | None
@@ -38,8 +40,8 @@ def drop_beyond_capacity(
     everyone, rank = counts.unsqueeze(0), 0
     if group is not None:
         ranks, rank = dist.get_world_size(group), dist.get_rank(group)
-        everyone = counts.new_empty(ranks, len(counts))
-        dist.all_gather_into_tensor(everyone, counts, group=group)
+        everyone = counts.new_empty(ranks * len(counts))
+        all_gather_single(everyone, counts, group=group)
     everyone = everyone.view(-1, num_experts, top_k)
     total = everyone.sum(0)
     before = total.cumsum(-1) - total + everyone[:rank].sum(0)
