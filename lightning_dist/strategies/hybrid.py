@@ -36,7 +36,7 @@ from lightning_dist.parallel.pipeline.checks import find_refusal
 from lightning_dist.parallel.pipeline.costs import module_costs
 from lightning_dist.parallel.pipeline.placement import find_schedule
 from lightning_dist.parallel.pipeline.trace import Tracer
-from lightning_dist.parallel.tensor import sum_replicated_gradients
+from lightning_dist.parallel.tensor import sharded_loss, sum_replicated_gradients
 from lightning_dist.plan import ModelPlan
 from lightning_dist.plan.chain import find_chain
 from lightning_dist.plan.huggingface import describe_missing_plan, find_tensor_plan
@@ -552,7 +552,7 @@ class HybridParallelStrategy(ParallelStrategy):
         scaler = getattr(self.precision_plugin, "scaler", None)
         if scaler is not None:
             scale *= scaler.get_scale()
-        with self.precision_plugin.train_step_context():
+        with self.precision_plugin.train_step_context(), self._on_common_path():
             output = pipeline.train(
                 batch, rest, self._own_weight, self._loss_weights, scale, self._exchange, self.root_device
             )
@@ -575,12 +575,13 @@ class HybridParallelStrategy(ParallelStrategy):
 
     @contextmanager
     def _on_common_path(self) -> Generator[None, None, None]:
-        if self._path_check is None:
+        tensor = self._parallel_module.tensor
+        with sharded_loss() if tensor is not None and tensor.sharded_logits else nullcontext():
+            if self._path_check is not None:
+                self._path_check.begin()
             yield
-            return
-        self._path_check.begin()
-        yield
-        self._path_check.end()
+        if self._path_check is not None:
+            self._path_check.end()
 
     def backward(self, closure_loss: Tensor, optimizer: Optimizer | None, *args: Any, **kwargs: Any) -> Tensor:
         if self._pipeline is not None:

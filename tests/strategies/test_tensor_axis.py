@@ -130,3 +130,24 @@ def test_hugging_face_model_by_its_own_plan(pool, layout, tied):
     wanted, norms = reference(make(LanguageModel, tied=tied), global_steps(dataset, 4, data_ranks), clip=clip)
     kwargs = {"factory_kwargs": {"tied": tied}, "gradient_clip_val": 0.5}
     check(pool, layout, dataset, 4, wanted, norms, factory=LanguageModel, **kwargs)
+
+
+class ShardedLogits(LanguageModel):
+    """The loss is computed outside of the network, on logits that stay cut along the vocabulary."""
+
+    def parallel_plan(self):
+        from lightning_dist.plan.huggingface import find_tensor_plan
+
+        return ModelPlan(network="model", tensor={**find_tensor_plan(self.model), "lm_head": "loss_parallel"})
+
+    def loss(self, batch):
+        ids, _ = batch
+        logits = self.model(input_ids=ids, use_cache=False).logits.flatten(0, 1)
+        return F.cross_entropy(logits, ids.roll(-1, 1).flatten())
+
+
+@pytest.mark.parametrize("layout", ["tp=2", "pp=2,tp=2"])
+def test_loss_on_sharded_logits(pool, layout):
+    dataset = tokens(12)
+    wanted, norms = reference(make(ShardedLogits), global_steps(dataset, 4, 1))
+    check(pool, layout, dataset, 4, wanted, norms, factory=ShardedLogits)
