@@ -17,6 +17,9 @@ INTER_LATENCY = 15e-6
 ASSUMED_FLOPS = 400e12
 """What one device computes where nobody measured it: bf16 training on an H100 as published (40 % of its peak)."""
 
+FLOPS_PER_BYTE = 150.0
+"""Operations that a device computes in the time in which it reads a byte (A100, H100: about 150 at what they reach)."""
+
 
 @dataclass(frozen=True)
 class Link:
@@ -43,6 +46,8 @@ class Cluster:
         inter: The link between nodes; None if it is not known.
         flops: Floating-point operations per second that one device reaches in training (not its peak); None assumes
             :data:`ASSUMED_FLOPS` and says so.
+        memory_bandwidth: Bytes per second that one device reads from its own memory; None takes what current GPUs have
+            for their rate, :data:`FLOPS_PER_BYTE`.
         launch: Seconds that starting one operation takes, which bounds small models.
         usable: The part of the memory that tensors can have; the rest is left to the driver, to communication
             libraries and to fragmentation.
@@ -54,6 +59,7 @@ class Cluster:
     intra: Link | None = None
     inter: Link | None = None
     flops: float | None = None
+    memory_bandwidth: float | None = None
     launch: float = 5e-6
     usable: float = 0.92
 
@@ -75,6 +81,11 @@ class Cluster:
     @property
     def rate(self) -> float:
         return self.flops or ASSUMED_FLOPS
+
+    @property
+    def weight_bandwidth(self) -> float:
+        """Bytes per second at which weights are read."""
+        return self.memory_bandwidth or self.rate / FLOPS_PER_BYTE
 
     @property
     def usable_memory(self) -> float:

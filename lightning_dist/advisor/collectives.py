@@ -43,10 +43,8 @@ class Group:
     @classmethod
     def of(cls, cluster: Cluster, stride: int, size: int) -> Group:
         """The group of ``size`` ranks that are ``stride`` apart."""
-        if stride * size <= cluster.devices_per_node:
-            per_node = size
-        else:
-            per_node = max(1, cluster.devices_per_node // stride)
+        inside = stride * size <= cluster.devices_per_node
+        per_node = size if inside else max(1, cluster.devices_per_node // stride)
         nodes = math.ceil(size / per_node)
         return cls(size, per_node, nodes, cluster.intra or NO_LINK, cluster.inter or NO_LINK)
 

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from lightning_dist.advisor.profile import PRECISIONS, LayerProfile, ModelProfile, Precision
 from lightning_dist.advisor.trace import trace_step
 from lightning_dist.advisor.weights import count_weights
+from lightning_dist.parallel.pipeline.costs import module_costs
 from lightning_dist.parallel.tensor.resolve import ResolvedPlan
 from lightning_dist.plan import ModelPlan
 from lightning_dist.plan.chain import find_chain
@@ -113,7 +114,12 @@ def read_model(
     parts = dict(weights.parts)
     outside, unknown, samples = parts.pop(""), "there is no batch to trace a step with", None
     query_heads = key_value_heads = 0
-    layers = [parts[name] for name in names]
+    units = find_units(module, plan)
+    costs = module_costs(module, names)
+    layers = [
+        replace(parts[name], cost=cost, unit=any(unit == name or unit.startswith(f"{name}.") for unit in units))
+        for name, cost in zip(names, costs, strict=True)
+    ]
     if batch is not None:
         traced = trace_step(module, batch, names, rules, weights, autocast=_autocast(bytes_of), dtype=_dtype(bytes_of))
         layers = [_merged(layer, traced.parts.get(layer.name)) for layer in layers]
@@ -235,6 +241,8 @@ def _merged(weights: LayerProfile, traced: LayerProfile | None) -> LayerProfile:
     return replace(
         traced,
         name=weights.name,
+        cost=weights.cost,
+        unit=weights.unit,
         parameters=weights.parameters,
         trainable=weights.trainable,
         experts=weights.experts,

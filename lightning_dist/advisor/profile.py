@@ -54,6 +54,8 @@ class LayerProfile:
         gathered: Bytes gathered over tensor ranks in forward.
         query: Bytes of attention's queries; ``key_value`` of its keys and values; ``attentions`` how many there are.
         routed: Bytes of tokens on their way to experts, one direction; ``routers`` how many there are.
+        cost: What pipeline stages are balanced by; 0 balances by operations.
+        unit: Whether FSDP2 gathers it by itself; what is none stays gathered.
     """
 
     name: str = ""
@@ -80,13 +82,15 @@ class LayerProfile:
     attentions: float = 0.0
     routed: float = 0.0
     routers: float = 0.0
+    cost: float = 0.0
+    unit: bool = True
 
     def activations(self, mode: Checkpointing) -> Amount:
         """Bytes of one sample that stay until the backward under a checkpointing mode."""
         return {"none": self.saved, "selective": self.kept, "full": self.received}[mode]
 
 
-_SUMMED = [entry.name for entry in fields(LayerProfile) if entry.name not in ("name", "largest", "sent")]
+_SUMMED = [entry.name for entry in fields(LayerProfile) if entry.name not in ("name", "largest", "sent", "unit")]
 
 
 def combine(layers: Iterable[LayerProfile]) -> LayerProfile:

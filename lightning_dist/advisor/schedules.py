@@ -56,6 +56,8 @@ def refusal(schedule: Schedule, ranks: int, microbatches: int) -> str:
     stages = ranks * schedule.stages_per_rank
     if schedule.name in ("1F1B", "DualPipeV") and microbatches < stages:
         return f"{schedule.name} needs at least {stages} microbatches, one for each stage; there are {microbatches}"
+    if schedule.name != "GPipe" and microbatches < ranks:
+        return f"{schedule.name} idles more than it works with {microbatches} microbatches on {ranks} ranks"
     if schedule.name.startswith("Interleaved"):
         rounds = max(1, microbatches // ranks)
         if microbatches % rounds:

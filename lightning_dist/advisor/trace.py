@@ -306,7 +306,7 @@ class _Book(TorchDispatchMode):
             if key not in self._seen:
                 out = forward(*args, **kwargs)
                 leaves, spec = pytree.tree_flatten(out)
-                shapes = [(leaf.shape, leaf.dtype, leaf.requires_grad) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
+                shapes = [_shape_of(leaf) if isinstance(leaf, Tensor) else leaf for leaf in leaves]
                 self._seen[key] = ((shapes, spec), name)
                 return out
             (shapes, spec), first = self._seen[key]
@@ -418,7 +418,7 @@ def _likeness(module: nn.Module) -> Any:
             for key, value in vars(inner).items()
             if isinstance(value, int | float | str | bool) and key not in INDEX_NAMES
         )
-        shapes = tuple((key, p.shape, p.dtype, p.requires_grad) for key, p in inner._parameters.items() if p is not None)
+        shapes = tuple((key, _shape_of(parameter)) for key, parameter in inner._parameters.items())
         parts.append((name, type(inner), settings, shapes))
     return tuple(parts)
 

@@ -46,7 +46,6 @@ def count_weights(
 ) -> Weights:
     """Counts each parameter once, where the first module of the chain holds it; tied ones outside the chain too."""
     experts = find_experts(module, plan)
-    sums: dict[str, dict[str, list[float]]] = {}
     holders: dict[int, set[str]] = {}
     chain_set = set(chain)
 
@@ -56,28 +55,28 @@ def count_weights(
 
     for name, parameter in module.named_parameters(remove_duplicate=False):
         holders.setdefault(id(parameter), set()).add(part_of(name))
-    seen: set[tuple[int, str]] = set()
+    seen: set[int] = set()
+    sums: dict[tuple[str, str], list[float]] = {}  # by part and kind: elements whole, cut; trainable whole, cut
     for name, parameter in module.named_parameters(remove_duplicate=False):
+        if id(parameter) in seen:
+            continue
+        seen.add(id(parameter))
         # A parameter that several modules of the chain hold is on each of their stages, as one outside the chain is.
         part = part_of(name) if len(holders[id(parameter)]) == 1 else ""
-        if (id(parameter), part) in seen:
-            continue
-        seen.add((id(parameter), part))
         kind = "experts" if any(name.startswith(f"{owner}.") for owner in experts) else "parameters"
         where = 1 if is_cut(name, rules) else 0
-        entry = sums.setdefault(part, {"parameters": [0, 0, 0, 0], "experts": [0, 0, 0, 0]})[kind]
+        entry = sums.setdefault((part, kind), [0.0, 0.0, 0.0, 0.0])
         entry[where] += parameter.numel()
         entry[2 + where] += parameter.numel() if parameter.requires_grad else 0
-    nothing = {"parameters": [0.0] * 4, "experts": [0.0] * 4}
     parts = {}
     for part in ("", *chain):
-        entry = sums.get(part, nothing)  # type: ignore[arg-type]
+        dense, routed = (sums.get((part, kind), [0.0, 0.0, 0.0, 0.0]) for kind in ("parameters", "experts"))
         parts[part] = LayerProfile(
             name=part,
-            parameters=Amount(*entry["parameters"][:2]),
-            trainable=Amount(*entry["parameters"][2:]),
-            experts=Amount(*entry["experts"][:2]),
-            trainable_experts=Amount(*entry["experts"][2:]),
+            parameters=Amount(*dense[:2]),
+            trainable=Amount(*dense[2:]),
+            experts=Amount(*routed[:2]),
+            trainable_experts=Amount(*routed[2:]),
         )
     return Weights(parts, list(experts), max(experts.values(), default=0))
 

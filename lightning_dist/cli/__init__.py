@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lightning_dist.cli.plan import plan
 from lightning_dist.cli.verify import verify
 
 app = typer.Typer(
@@ -15,6 +16,7 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
+app.command()(plan)
 app.command()(verify)
 
 
