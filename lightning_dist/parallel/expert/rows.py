@@ -49,9 +49,9 @@ def combine_rows(rows: Tensor, positions: Tensor, weights: Tensor) -> Tensor:
     Returns:
         ``[tokens, hidden]``, of the dtype of ``rows``.
     """
-    tokens, top_k = weights.shape
-    chosen = rows.new_zeros(tokens * top_k, rows.shape[-1]).index_copy(0, positions, rows)
-    return (chosen.view(tokens, top_k, -1) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
+    (tokens, top_k), width = weights.shape, rows.shape[-1]
+    chosen = rows.new_zeros(tokens * top_k, width).index_copy(0, positions, rows)
+    return (chosen.view(tokens, top_k, width) * weights.unsqueeze(-1)).sum(1).to(rows.dtype)
 
 
 class _TakeRows(torch.autograd.Function):
@@ -65,5 +65,6 @@ class _TakeRows(torch.autograd.Function):
     @once_differentiable
     def backward(ctx: Any, gradient: Tensor) -> Any:
         (positions,) = ctx.saved_tensors
-        choices = gradient.new_zeros(ctx.tokens * ctx.top_k, gradient.shape[-1]).index_copy_(0, positions, gradient)
-        return choices.view(ctx.tokens, ctx.top_k, -1).sum(1), None, None
+        width = gradient.shape[-1]
+        choices = gradient.new_zeros(ctx.tokens * ctx.top_k, width).index_copy_(0, positions, gradient)
+        return choices.view(ctx.tokens, ctx.top_k, width).sum(1), None, None
