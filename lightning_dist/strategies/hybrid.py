@@ -42,6 +42,7 @@ from lightning_dist.plan.chain import find_chain
 from lightning_dist.plan.huggingface import describe_missing_plan, find_tensor_plan
 from lightning_dist.plan.units import find_network, find_units
 from lightning_dist.strategies import module_checkpoint
+from lightning_dist.strategies.context_steps import ContextSteps
 from lightning_dist.strategies.evaluation import Evaluation, uncounted
 from lightning_dist.strategies.logged_values import EpochAgreement, LogCheck
 from lightning_dist.strategies.pipeline_steps import PipelineSteps
@@ -133,12 +134,16 @@ class HybridParallelStrategy(ParallelStrategy):
             if sizes != ParallelLayout():
                 raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")
             sizes = ParallelLayout.parse(layout) if isinstance(layout, str) else layout
-        for axis in ("context", "expert"):
-            if getattr(sizes, axis) > 1:
-                raise ValueError(
-                    f"{axis}_parallel_size={getattr(sizes, axis)} is not available yet; this version has data, tensor"
-                    " and pipeline parallelism."
-                )
+        if sizes.expert > 1:
+            raise ValueError(
+                f"expert_parallel_size={sizes.expert} is not available yet; this version has data, tensor, context and"
+                " pipeline parallelism."
+            )
+        if sizes.context > 1 and sizes.pipeline > 1:
+            raise ValueError(
+                f"context_parallel_size={sizes.context} does not fit pipeline_parallel_size={sizes.pipeline}: sequences"
+                " can't be cut inside a pipeline yet; use tensor parallelism beside the one or the other."
+            )
         schedule = find_schedule(pipeline_schedule)
         if microbatches != "auto" and (not _whole(microbatches) or microbatches < 1):
             raise ValueError(
@@ -183,6 +188,7 @@ class HybridParallelStrategy(ParallelStrategy):
         self._parallel_module = ParallelModule(sizes, self._settings, {})
         self._path_check: PathCheck | None = None
         self._pipeline: PipelineSteps | None = None
+        self._context: ContextSteps | None = None
         self._pipeline_control_group: dist.ProcessGroup | None = None
         self._stage_group: dist.ProcessGroup | None = None
         self._exchange = True
@@ -359,6 +365,8 @@ class HybridParallelStrategy(ParallelStrategy):
             plan = module.parallel_plan()  # type: ignore[operator]
         units = find_units(module, plan)
         convert = self.precision_plugin.convert_module
+        if self.layout.context > 1:
+            self._context = ContextSteps(find_network(module, plan)[1], plan, self.device_mesh)
         tensor_plan = self._tensor_plan(module, plan) if self.layout.tensor > 1 else None
         if self.layout.pipeline > 1:
             self._parallel_module = self._stages(module, units, plan or ModelPlan(), convert, tensor_plan)
@@ -540,7 +548,10 @@ class HybridParallelStrategy(ParallelStrategy):
             self._loss_factor = self._loss_factor * self._loss_weights.gradient_factor(1)
             self._loss_weights.begin()
         with self._on_common_path():
-            output = super().training_step(*args, **kwargs)
+            if self._context is None:
+                output = super().training_step(*args, **kwargs)
+            else:
+                output = self._context.train(super().training_step, batch, *args[1:], **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             self._loss_weights.truncate(self._loss_weights.batches - 1)
         return output
@@ -591,7 +602,8 @@ class HybridParallelStrategy(ParallelStrategy):
             closure_loss = closure_loss * factor.to(closure_loss.dtype)
         elif factor != 1.0:
             closure_loss = closure_loss * factor
-        result = super().backward(closure_loss, optimizer, *args, **kwargs)
+        with self._context.backward_attention() if self._context is not None else nullcontext():
+            result = super().backward(closure_loss, optimizer, *args, **kwargs)
         assert self.lightning_module is not None
         if not self.lightning_module.automatic_optimization:
             # What this backward did not reach is still gathered, as it was before the step and its toggling.
@@ -631,6 +643,8 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None and self._loss_weights is not None
         if not self.lightning_module.automatic_optimization:
             sum_replicated_gradients(_parameters(optimizer))
+            if self._context is not None:
+                self._context.sum_gradients(_parameters(optimizer))
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         weighted = partial(self._weighted_closure, closure, optimizer, self._loss_weights.batches)
         result = super().optimizer_step(optimizer, weighted, model, **kwargs)
@@ -644,6 +658,8 @@ class HybridParallelStrategy(ParallelStrategy):
         if self._pipeline is not None:
             self._pipeline.complete_gradients()
         sum_replicated_gradients(_parameters(optimizer))
+        if self._context is not None:
+            self._context.sum_gradients(_parameters(optimizer))
         factor = self._loss_weights.gradient_factor(self.lightning_module.trainer.accumulate_grad_batches)
         if isinstance(factor, Tensor) or factor != 1.0:
             gradients.scale_gradients_(_parameters(optimizer), factor)
@@ -671,6 +687,8 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self._pipeline is not None:
             step = partial(self._evaluate_stages, self._pipeline, method)
+        elif self._context is not None:
+            step = partial(self._context.evaluate, step)
         with self._on_common_path():
             if not self._padding:
                 return step(*args, **kwargs)

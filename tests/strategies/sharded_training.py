@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import sys
 import warnings
 from collections.abc import Callable
@@ -11,11 +12,11 @@ import lightning as L
 import pytest
 import torch
 from torch import Tensor, nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, Subset
 
 import lightning_dist.parallel
 from lightning_dist.strategies import AdaScale, FairScaleShardedStrategy, ScaleInvariantSchedule
-from tests.strategies.training import Classifier, InOrder, make
+from tests.strategies.training import Classifier, make
 
 Removal = Callable[[pytest.MonkeyPatch], None]
 """Takes a fix away for the time of one run."""
@@ -177,9 +178,12 @@ class WithoutFairscale:
 
 
 def rank() -> int:
-    import os
-
     return int(os.environ["RANK"])
+
+
+def share(dataset: Dataset, world: int) -> Subset:
+    """Every world-th sample, from this rank's on."""
+    return Subset(dataset, range(rank(), len(dataset), world))
 
 
 def quiet(**kwargs: Any) -> L.Trainer:
@@ -229,7 +233,7 @@ def train(
         strategy = strategy or FairScaleShardedStrategy(timeout=kwargs.pop("patience", 30.0))
         extra = {"val_check_interval": 2, "num_sanity_val_steps": 1} if validate else {}
         run = quiet(devices=world, strategy=strategy, **{**extra, **kwargs})
-        loader = DataLoader(dataset, batch_size=batch_size, sampler=InOrder(dataset, run.strategy))
+        loader = DataLoader(share(dataset, world), batch_size)
         validation = DataLoader(dataset, batch_size=batch_size) if validate else None
         run.fit(module, loader, validation, ckpt_path=ckpt_path)
         if save_as is not None:

@@ -108,7 +108,7 @@ def test_a_layout_that_does_not_fit_the_world_is_refused_by_the_trainer():
 def test_the_other_packages_trainer_shows_what_to_import():
     import pytorch_lightning
 
-    with pytest.raises(Exception, match="from lightning.pytorch import Trainer"):
+    with pytest.raises(Exception, match=r"from lightning\.pytorch import Trainer"):
         pytorch_lightning.Trainer(strategy=HybridParallelStrategy(), accelerator="cpu", devices=1)
 
 

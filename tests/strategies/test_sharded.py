@@ -203,11 +203,11 @@ def test_without_its_fix_training_is_wrong(pool, fault):
     """Each fix is needed: without it, and without the guards behind it, weights are off by percents in 6 steps."""
     removal, _ = FAULTS[fault]
     dataset = data(24)
-    kwargs = {"factory": modules.Validating, "gradient_clip_val": 0.05, "validate": True}
+    kwargs = {"gradient_clip_val": 0.05, "validate": True}
     clip = partial(nn.utils.clip_grad_norm_, max_norm=0.05)
     wanted, _ = reference(make(Classifier), global_steps(dataset, 2, 2), clip=clip)
-    check(pool, 2, dataset, 2, wanted, **kwargs)
-    results = fit(pool, 2, modules.Validating, dataset, 2, **(kwargs | {"remove": Both(removal, no_guards)} | {}) | {})
+    check(pool, 2, dataset, 2, wanted, factory=modules.Validating, **kwargs)
+    results = fit(pool, 2, modules.Validating, dataset, 2, remove=Both(removal, no_guards), **kwargs)
     assert max(worst(result["weights"], wanted) for result in results) > 1e-3
 
 
@@ -273,11 +273,9 @@ def adascale_reference(module, steps, smoothing):
         v, m = variance / kept, square / kept
         gains.append((v + m) / (v / count + m))
         optimizer.param_groups[0]["lr"] = 0.05 * gains[-1]
-        nn.utils.vector_to_parameters(torch.zeros(0), [])
-        start = 0
-        for parameter in module.parameters():
-            parameter.grad = mean[start : start + parameter.numel()].view_as(parameter).clone()
-            start += parameter.numel()
+        parameters = list(module.parameters())
+        for parameter, part in zip(parameters, mean.split([p.numel() for p in parameters]), strict=True):
+            parameter.grad = part.view_as(parameter)
         optimizer.step()
     return {name: value.detach().clone() for name, value in module.state_dict().items()}, gains
 
@@ -551,8 +549,7 @@ def count_collectives(accumulate):
         return call
 
     run = quiet(devices=2, strategy=FairScaleShardedStrategy(timeout=30.0), accumulate_grad_batches=accumulate)
-    loader = DataLoader(data(2 * 6 * accumulate), 2)
-    run._accelerator_connector.use_distributed_sampler = True
+    loader = DataLoader(modules.share(data(2 * 6 * accumulate), 2), 2)
     with pytest.MonkeyPatch.context() as patch:
         for name in counts:
             patch.setattr(dist, name, counted(name))
@@ -631,7 +628,7 @@ def test_one_trainer_fits_evaluates_and_fits_again(pool):
 def fit_twice(dataset):
     module = make(modules.Validating)
     run = quiet(devices=2, strategy=FairScaleShardedStrategy(timeout=30.0))
-    loader = DataLoader(dataset, 2, sampler=modules.InOrder(dataset, run.strategy))
+    loader = DataLoader(modules.share(dataset, 2), 2)
     run.fit(module, loader)
     run.validate(module, loader, verbose=False)
     run.fit_loop.epoch_progress.reset()
@@ -670,7 +667,7 @@ def fit_logged(folder):
     logger = TensorBoardLogger(folder)
     run = quiet(devices=2, strategy=FairScaleShardedStrategy(timeout=30.0), logger=logger, log_every_n_steps=1)
     dataset = data(16)
-    run.fit(make(modules.AdaScaled), DataLoader(dataset, 2, sampler=modules.InOrder(dataset, run.strategy)))
+    run.fit(make(modules.AdaScaled), DataLoader(modules.share(dataset, 2), 2))
 
 
 # --- refusals --------------------------------------------------------------------------------------------------------

@@ -1,0 +1,74 @@
+"""Lightning's steps on context ranks: each sees its part of every sequence, and the loss is that of the whole."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Iterable
+from contextlib import contextmanager
+from typing import Any
+
+from torch import Tensor, nn
+from torch.distributed.device_mesh import DeviceMesh
+
+from lightning_dist.parallel.context import (
+    ContextParallel,
+    combine_loss,
+    context_attention,
+    cut_batch,
+    loss_share,
+    prepare_network,
+    sum_context_gradients,
+)
+from lightning_dist.plan import ModelPlan
+
+
+class ContextSteps:
+    """Runs a module's steps on this rank's part of the sequences.
+
+    Args:
+        network: The network, before it is sharded.
+        plan: Says in ``sequence_dims`` which entries of a batch are cut, and along which dimension.
+        mesh: A mesh with an axis ``context``.
+
+    Raises:
+        ValueError: If the plan does not say so.
+    """
+
+    def __init__(self, network: nn.Module, plan: ModelPlan | None, mesh: DeviceMesh) -> None:
+        if plan is None or not plan.sequence_dims:
+            raise ValueError(
+                f"context_parallel_size={mesh['context'].size()} needs ModelPlan.sequence_dims: the entries of a batch"
+                " that are cut along the sequence, for example ModelPlan(sequence_dims={'input_ids': 1, 'labels': 1});"
+                " give it as plan=, or return it from the module's parallel_plan()."
+            )
+        self._context = ContextParallel(mesh)
+        self._sequence_dims = plan.sequence_dims
+        prepare_network(network, self._context)
+
+    def train(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Runs a training step on this rank's tokens; the loss it returns is that of the whole sequences.
+
+        Collectives: those of attention, and one all-reduce of a scalar over the context group.
+        """
+        share = loss_share(batch, self._sequence_dims, self._context)
+        output = self.evaluate(step, batch, *rest, **kwargs)
+        if isinstance(output, dict):
+            return {**output, "loss": combine_loss(output["loss"], share, self._context)}
+        return combine_loss(output, share, self._context) if isinstance(output, Tensor) else output
+
+    def evaluate(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
+        """Runs a step on this rank's tokens; what it returns and logs is this rank's, unless the network puts its loss
+        together over the ranks, as Hugging Face models do."""
+        self._context.loss_combined = False
+        with context_attention(self._context):
+            return step(cut_batch(batch, self._sequence_dims, self._context), *rest, **kwargs)
+
+    @contextmanager
+    def backward_attention(self) -> Generator[None, None, None]:
+        """Around backward: a checkpointed forward is computed again there, and calls attention."""
+        with context_attention(self._context):
+            yield
+            self._context.attentions += 1  # Without checkpointing nobody calls it here, and that is right.
+
+    def sum_gradients(self, parameters: Iterable[Tensor]) -> None:
+        """At the end of a window: gradients become those of the whole sequences; see ``sum_context_gradients``."""
+        sum_context_gradients(parameters, self._context)

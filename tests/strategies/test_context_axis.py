@@ -1,0 +1,83 @@
+"""Context parallelism through the Trainer: sequences cut over ranks train to the numbers of one process."""
+
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dist import HybridParallelStrategy, ModelPlan
+from lightning_dist.testing import WorkerError
+from tests.strategies.test_pipeline_axis import sizes
+from tests.strategies.test_tensor_axis import LanguageModel
+from tests.strategies.training import InOrder, full_state, make, merged, trainer, worst
+
+
+class Sequences(Dataset):
+    """Mappings as tokenizers give them: padding at the end, labels of -100 there and in places."""
+
+    def __init__(self, samples):
+        generator = torch.Generator().manual_seed(4)
+        self.ids = torch.randint(0, 32, (samples, 8), generator=generator)
+        lengths = torch.randint(2, 9, (samples, 1), generator=generator)
+        self.mask = (torch.arange(8) < lengths).long()
+        ignored = torch.rand(samples, 8, generator=generator) < 0.2
+        self.labels = self.ids.masked_fill((self.mask == 0) | ignored, -100)
+
+    def __len__(self):
+        return len(self.ids)
+
+    def __getitem__(self, i):
+        return {"input_ids": self.ids[i], "attention_mask": self.mask[i], "labels": self.labels[i]}
+
+
+class Masked(LanguageModel):
+    def loss(self, batch):
+        return self.model(**batch, use_cache=False).loss
+
+    def loss_weight(self, batch):
+        return (batch["labels"][:, 1:] != -100).sum()
+
+    def parallel_plan(self):
+        return ModelPlan(network="model", sequence_dims={"input_ids": 1, "attention_mask": 1, "labels": 1})
+
+
+def fit(layout, factory=Masked, samples=16, batch_size=4, **kwargs):
+    module = make(factory)
+    run = trainer(layout, use_distributed_sampler=False, **kwargs)
+    dataset = Sequences(samples)
+    run.fit(module, DataLoader(dataset, batch_size, sampler=InOrder(dataset, run.strategy)))
+    return {"weights": full_state(module)}
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "shard=2,cp=2", "cp=2,tp=2"])
+def test_weights_equal_one_process(pool, layout):
+    """C09, C12: uneven masks, targets on both sides of the cut. Hugging Face takes its loss in float32."""
+    world, data_ranks = sizes(layout)
+    module = make(Masked).double()
+    optimizer = module.configure_optimizers()
+    dataset = Sequences(16)
+    for start in range(0, 16, 4 * data_ranks):
+        rows = slice(start, start + 4 * data_ranks)
+        optimizer.zero_grad()
+        module.loss(
+            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
+        ).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+    results = pool.run(fit, world, layout, gradient_clip_val=0.3, init_process_group=False, timeout=120)
+    assert worst(merged(results), dict(module.state_dict())) < 1e-6
+
+
+class Undeclared(Masked):
+    def parallel_plan(self):
+        return ModelPlan(network="model")
+
+
+def test_sequences_that_no_plan_declares_are_refused(pool):
+    with pytest.raises(WorkerError, match=r"needs ModelPlan\.sequence_dims"):
+        pool.run(fit, 2, "cp=2", Undeclared, init_process_group=False)
+
+
+def test_context_inside_a_pipeline_is_refused():
+    with pytest.raises(ValueError, match=r"context_parallel_size=2 does not fit pipeline_parallel_size=2"):
+        HybridParallelStrategy(layout="pp=2,cp=2")
