@@ -519,7 +519,8 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         if self._replica_control_group is not None:
             batch = self._same_batch(batch)
-        self._padding = self._evaluation.is_padding(self.lightning_module.trainer, dataloader_idx)
+        if self._data_control_group is not None:
+            self._padding = self._evaluation.is_padding(self.lightning_module.trainer, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _same_batch(self, batch: Any) -> Any:
