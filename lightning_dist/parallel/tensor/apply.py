@@ -74,7 +74,7 @@ def apply_tensor_parallel(network: nn.Module, mesh: DeviceMesh, plan: Mapping[st
         network: The network; it must not hold DTensors yet.
         mesh: A mesh with an axis ``tensor``, or a one-dimensional one.
         plan: Style of modules, by name with ``*`` for one part of it: a name out of `STYLES` (Hugging Face's and a
-            few of ours, docs/plans.md) or a torch ``ParallelStyle``; a later entry wins. An entry may name a parameter.
+            few of ours) or a torch ``ParallelStyle``; a later entry wins. An entry may name a parameter.
 
     Raises:
         ValueError: Before anything is changed, on every rank alike: a name that matches nothing, an unknown style, a

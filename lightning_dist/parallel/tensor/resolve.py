@@ -24,7 +24,21 @@ BLOCKS = ("local_shapes", "global_shapes", "sequence_parallel")
 OTHERS = ("attention", "moe_tp_experts", "moe_identity_expert", "all_reduce", "local_params", "mla_kv_a_proj")
 PARAMETERS = ("packed_colwise", "packed_rowwise", "colwise", "rowwise", "replicate")
 STYLES = (*COLUMNS, *ROWS, *EMBEDDINGS, *REPLICATED, *BLOCKS, *OTHERS)
-"""The names that a plan may give a module."""
+"""The names that a plan may give a module; those that Hugging Face's plans use mean what they mean there.
+
+``colwise``: a matrix cut by its outputs, ``colwise_gather_output`` (``colwise_rep``) with the output joined again.
+``fused_qkv``: the same for query, key and value in one matrix, one after the other.
+``loss_parallel``: the same for a head whose logits stay cut (see `sharded_loss`).
+``rowwise``: a matrix cut by its inputs; ``rowwise_split_input`` (``rowwise_rep``) takes a whole input.
+``embedding_rowwise``, ``embedding_colwise``: an embedding cut by its rows or by its width.
+``attention``: ``nn.MultiheadAttention``, each rank its heads.
+``replicate`` (``replicated``), also what is not named: whole, on whole activations.
+``replicated_with_grad_allreduce``: whole, on activations that are cut (norms of heads); gradients are summed.
+``sequence_parallel``: on a ``ModuleList`` of blocks, activations between its sharded parts are cut by tokens.
+``global_shapes``: the block's code runs on DTensors and sees whole shapes, as hand-written blocks do by themselves;
+``local_shapes``: it runs on plain tensors of its part and takes its sizes from them, as blocks of transformers do.
+``moe_tp_experts``, ``moe_identity_expert``, ``all_reduce``, ``local_params``, ``mla_kv_a_proj``: as Hugging Face's.
+"""
 
 
 @dataclass
