@@ -198,25 +198,28 @@ class BackgroundWriter:
         Raises:
             CheckpointError: For a failure that was not raised yet, or if `patience` was not enough.
         """
-        if together:
-            if not self.wait(patience):
-                raise CheckpointError("a checkpoint is still being written")
-        elif not self._idle.wait(patience):
-            raise CheckpointError(f"rank {self._team.rank} is still writing a checkpoint")
-        if self._thread is not None:
-            self._jobs.put(None)
-            self._thread.join()
-            self._thread = None
-        self._buffers.clear()
-        self._planner = self._shared_plan = None
-        if not together and self._error is not None:
-            error, self._error = self._error, None
-            raise error
+        try:
+            if together:
+                if not self.wait(patience):
+                    raise CheckpointError("a checkpoint is still being written")
+            elif not self._idle.wait(patience):
+                raise CheckpointError(f"rank {self._team.rank} is still writing a checkpoint")
+            elif self._error is not None:
+                error, self._error = self._error, None
+                raise error
+        finally:
+            if self._thread is not None and self._idle.is_set():
+                self._jobs.put(None)
+                self._thread.join()
+                self._thread = None
+                self._buffers.clear()
+                self._planner = self._shared_plan = None
 
     def _meet(self, what: str, patience: float | None, same_plan: bool = False) -> list[_State]:
         """Waits for this rank's thread, then learns how the others fare; all leave with the same knowledge."""
         idle = self._idle.wait(patience)
         with self._lock:
+            same_plan = same_plan and self._shared_plan is not None
             mine = _State(not idle, str(self._error) if self._error else None, self._lost_contact, same_plan)
         states = self._team.gather(what, lambda: mine)
         failed = list(dict.fromkeys(state.error for state in states if state.error))

@@ -102,6 +102,7 @@ class SnapshotPlanner(DefaultSavePlanner):
             if device.type != "cpu":
                 torch.accelerator.current_stream(device).synchronize()
         self.data = copied
+        self.state_dict = {}  # the tensors themselves may go: nobody but their owner decides how long they live
 
     def create_plans(self, ranks: Iterable[LocalPlan]) -> tuple[list[SavePlan], Metadata]:
         """On rank 0, what every rank is to write, each item once, and torch's index of the whole."""

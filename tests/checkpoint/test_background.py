@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+import weakref
 from datetime import timedelta
 from pathlib import Path
 from typing import Any
@@ -98,6 +99,18 @@ def test_the_last_failure_is_raised_at_the_end(together: bool, tmp_path: Path) -
         assert save_step(writer, str(tmp_path), 1)
         with pytest.raises(CheckpointError, match="No space left on device"):
             writer.close(together=together)
+
+
+def test_nothing_holds_on_to_the_tensors_that_were_saved(tmp_path: Path) -> None:
+    writer = BackgroundWriter()
+    for step in (1, 2):
+        tensor = torch.ones(5)
+        gone = weakref.ref(tensor)
+        assert writer.save(tmp_path / f"step_{step}", {"state_dict": {"w": tensor}}, {})
+        del tensor
+        assert gone() is None
+    writer.close()
+    assert torch.equal(checkpoint.read_tensors(tmp_path / "step_2")["state_dict"]["w"], torch.ones(5))
 
 
 def test_an_unpicklable_state_is_a_failure_too(tmp_path: Path) -> None:
