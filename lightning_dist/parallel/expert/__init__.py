@@ -4,6 +4,7 @@ from lightning_dist.parallel.expert.apply import ExpertReport, apply_expert_para
 from lightning_dist.parallel.expert.discovery import experts_within, find_experts, share_tokens
 from lightning_dist.parallel.expert.exchange import exchange_tokens
 from lightning_dist.parallel.expert.experts import Experts
+from lightning_dist.parallel.expert.huggingface import save_pretrained
 from lightning_dist.parallel.expert.layer import MixtureOfExperts
 from lightning_dist.parallel.expert.losses import attach_loss, auxiliary_loss, load_balancing_loss, z_loss
 from lightning_dist.parallel.expert.router import Routing, TopKRouter, update_expert_biases
@@ -24,6 +25,7 @@ __all__ = [
     "experts_within",
     "find_experts",
     "load_balancing_loss",
+    "save_pretrained",
     "share_tokens",
     "update_expert_biases",
     "watch_routing",

@@ -1,13 +1,16 @@
-"""Hugging Face's mixtures of experts: the load-balancing loss that their models compute by themselves."""
+"""Hugging Face's mixtures of experts: the balancing loss that their models compute, and their own file format."""
 
 from __future__ import annotations
 
+import os
+import sys
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
+from torch.distributed.tensor import DTensor
 
 from lightning_dist.parallel.expert.losses import sum_over
 from lightning_dist.parallel.expert.token_ranks import TokenRanks
@@ -83,3 +86,39 @@ def _shared_loss(group: dist.ProcessGroup) -> Callable[..., Tensor | int]:
         return num_experts * (counts[:-1] / counts[-1] * scores / own_rows.clamp(min=1)).sum()
 
     return load_balancing_loss
+
+
+def save_pretrained(model: nn.Module, folder: str | os.PathLike[str]) -> None:
+    """Writes a spread Hugging Face model in its own format, which ``from_pretrained`` reads on one device.
+
+    To be called by every rank that holds a part of the model; rank 0 writes, and holds one full copy in host memory.
+
+    Collectives: an all-gather of each sharded parameter over its mesh, then a barrier of the world.
+
+    Args:
+        model: A model with a method ``save_pretrained``; not divided in pipeline stages.
+        folder: Where rank 0 writes.
+    """
+    first = dist.get_rank() == 0
+    whole = {}
+    for name, tensor in model.state_dict().items():
+        tensor = tensor.full_tensor() if isinstance(tensor, DTensor) else tensor
+        if first:
+            whole[name] = tensor.detach().cpu()
+    if first:
+        # A model with the same configuration and no memory: FSDP2 has changed the classes of this one.
+        with torch.device("meta"):
+            blank = _original_class(model)(model.config)
+        blank.load_state_dict(whole, assign=True)
+        blank.tie_weights()
+        blank.save_pretrained(folder)
+    dist.barrier()
+
+
+def _original_class(model: nn.Module) -> Any:
+    """The class of ``model`` that its file defines, below those that FSDP2 and others put on top."""
+    return next(
+        base
+        for base in type(model).__mro__
+        if issubclass(base, nn.Module) and getattr(sys.modules.get(base.__module__), base.__name__, None) is base
+    )
