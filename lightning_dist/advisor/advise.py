@@ -321,7 +321,7 @@ def _advise(
     if chosen is None:
         sentences += nothing_fits(found, cluster)
     else:
-        undecided = _undecided(profile, cluster, chosen, found)
+        undecided = _undecided(profile, cluster, chosen, found, list(baselines.values()))
         if undecided is not None:
             missing.append(undecided)
             sentences.insert(0, f"No layout is recommended: {undecided.what} decides. {undecided.how}")
@@ -440,11 +440,14 @@ def with_range(profile: ModelProfile, cluster: Cluster, estimate: Estimate) -> E
     return replace(estimate, low=min(low_time, nominal), high=max(high_time, nominal), dominating=RANGES[dominating][0])
 
 
-def _undecided(profile: ModelProfile, cluster: Cluster, chosen: Estimate, found: Search) -> Missing | None:
+def _undecided(
+    profile: ModelProfile, cluster: Cluster, chosen: Estimate, found: Search, baselines: Sequence[Estimate]
+) -> Missing | None:
     """Whether another layout wins by much at another floating-point rate, where nobody measured it."""
     if cluster.flops is not None:
         return None
-    rivals = [*found.fitting[:20], chosen]
+    fitting = [estimate for estimate in baselines if estimate.memory.total <= cluster.usable_memory]
+    rivals = [*found.fitting[:20], *fitting, chosen]
     for factor in UNMEASURED_RATE:
         assumptions = Assumptions(rate=factor)
         times = [_time_of(profile, cluster, rival, assumptions) for rival in rivals]

@@ -110,7 +110,7 @@ def parse_bytes(text: str | float, argument: str) -> float:
         if found is None or found[1].count(".") > 1:
             raise ValueError(f"{argument}={text!r} does not fit: write a number and a unit, such as 80GB or 50GB/s.")
         value = float(found[1]) * _BYTES[(found[2] or "").lower()]
-        if found[3] in ("b", "bit") and found[2]:  # "Gb" is bits, as networks are sold
+        if found[3] == "bit" or (found[3] == "b" and (found[2] or "")[:1].isupper()):  # "Gb", as networks are sold
             value /= 8
     if value <= 0:
         raise ValueError(f"{argument}={text!r} does not fit: give more than zero.")

@@ -207,12 +207,16 @@ def _tensor_rules(
     module: nn.Module, plan: ModelPlan | None, refused: dict[str, str]
 ) -> tuple[ResolvedPlan | None, dict[int, str], bool]:
     prefix, network = find_network(module, plan)
-    try:
-        written = dict(plan.tensor) if plan is not None and plan.tensor is not None else find_tensor_plan(network)
+    if plan is not None and plan.tensor is not None:
+        written = dict(plan.tensor)
         resolved = ResolvedPlan(network, written, 1)
-    except ValueError as error:
-        refused["tensor"] = str(error).splitlines()[0].split(". ")[0].rstrip(".")
-        return None, {}, False
+    else:
+        try:
+            written = dict(find_tensor_plan(network))
+            resolved = ResolvedPlan(network, written, 1)
+        except ValueError as error:
+            refused["tensor"] = str(error).splitlines()[0].split(". ")[0].rstrip(".")
+            return None, {}, False
     resolved.rules = {f"{prefix}.{name}" if prefix else name: rule for name, rule in resolved.rules.items()}
     resolved.parameter_rules = {
         f"{prefix}.{name}" if prefix else name: named for name, named in resolved.parameter_rules.items()

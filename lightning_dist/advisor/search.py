@@ -376,8 +376,8 @@ class _Finder:
                 Rejection(
                     "bound",
                     kind,
-                    f"{kind}: {count} mesh{'es' if count > 1 else ''} can't win; the best ({sizes}) takes at least {seconds(bound)}"
-                    f" against {seconds(self.best)}: {seconds(parts['compute'])} of computing and"
+                    f"{kind}: {count} mesh{'es' if count > 1 else ''} can't win; the best ({sizes}) takes at least"
+                    f" {seconds(bound)} against {seconds(self.best)}: {seconds(parts['compute'])} of computing and"
                     f" {seconds(parts[largest])} of {largest}.",
                     count,
                     sizes,
