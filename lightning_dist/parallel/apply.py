@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel import data, meta
 from lightning_dist.parallel.activation import ActivationCheckpointing, checkpoint_activations
+from lightning_dist.parallel.expert import apply_expert_parallel, build_expert_mesh, share_tokens
 from lightning_dist.parallel.pipeline import AttachedPipeline, PipelinePlan, attach_pipeline
 from lightning_dist.parallel.pipeline.ownership import equalise_shared
 from lightning_dist.parallel.pipeline.sharding import shard_stages
@@ -63,12 +64,14 @@ def parallelise(
     *,
     convert: Callable[[nn.Module], nn.Module],
     tensor_plan: Mapping[str, Any] | None,
+    experts: Sequence[str],
+    data_group: dist.ProcessGroup | None,
     roots: Sequence[nn.Module],
     root_methods: Sequence[str],
 ) -> ParallelModule:
     """Unit by unit: memory, precision, equal weights, checkpointing, compile, shard; then what is left.
 
-    Tensor parallelism needs all layers in memory before the first is cut.
+    Tensor and expert parallelism need all layers in memory before the first is cut or spread.
 
     Collectives: broadcasts of all parameters and buffers over the world.
 
@@ -81,6 +84,8 @@ def parallelise(
         settings: How units are treated.
         convert: Changes a module's precision.
         tensor_plan: Tensor-parallel style of modules, relative to ``module``; None without tensor parallelism.
+        experts: Names of the modules whose experts are spread over ranks.
+        data_group: The data ranks, whose tokens routers count together; None if there is only one.
         roots: The outermost modules to shard: ``module`` itself, or parts that cover it.
         root_methods: Methods of ``module`` that use its parameters as its forward does, where it is the root.
     """
@@ -102,6 +107,18 @@ def parallelise(
         assert mesh is not None
         make_real(module, "")
         report = apply_tensor_parallel(module, mesh, tensor_plan)
+    ignored: list[nn.Parameter] = []
+    if experts:
+        make_real(module, "")
+        spread = apply_expert_parallel(
+            module,
+            experts,
+            build_expert_mesh(layout, device.type),
+            reshard_after_forward=settings.reshard_after_forward,
+        )
+        ignored = spread.whole_parameters
+    if data_group is not None:
+        share_tokens(module, data_group)
     for name, unit in units.items():
         make_real(unit, name)
         # Checkpointing inside compile, so that the compiler sees what is computed again; both inside FSDP2's hooks.
@@ -110,14 +127,16 @@ def parallelise(
             unit.compile()
         if sharded:
             assert mesh is not None
-            data.shard_module(unit, mesh, reshard_after_forward=settings.reshard_after_forward)
+            data.shard_module(unit, mesh, reshard_after_forward=settings.reshard_after_forward, ignored=ignored)
     make_real(module, "")
     if not sharded:
         return ParallelModule(layout, settings, units, names=names, tensor=report)
     assert mesh is not None
     for root in roots:
         if not isinstance(root, FSDPModule):
-            data.shard_module(root, mesh, reshard_after_forward=settings.reshard_after_forward, root=True)
+            data.shard_module(
+                root, mesh, reshard_after_forward=settings.reshard_after_forward, root=True, ignored=ignored
+            )
         data.make_root(root, root_methods if root is module else ())
     return ParallelModule(layout, settings, units, data.fsdp_modules(module), names, tensor=report)
 

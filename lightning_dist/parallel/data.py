@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from typing import Literal
 
 import torch
@@ -36,7 +36,12 @@ def equalise_weights(module: nn.Module, group: dist.ProcessGroup | None = None) 
 
 
 def shard_module(
-    module: nn.Module, mesh: DeviceMesh, *, reshard_after_forward: ReshardAfterForward = "auto", root: bool = False
+    module: nn.Module,
+    mesh: DeviceMesh,
+    *,
+    reshard_after_forward: ReshardAfterForward = "auto",
+    root: bool = False,
+    ignored: Collection[nn.Parameter] = (),
 ) -> None:
     """Shards what is not yet sharded of ``module``, as one unit, over the data axes of ``mesh``.
 
@@ -53,15 +58,16 @@ def shard_module(
             ZeRO-2), or reshard to a smaller group of that many ranks (int); ``"auto"`` is True.
         root: Whether it is the outermost unit. Its parameters are the first that backward needs, so freeing them after
             forward would only gather them twice.
+        ignored: Parameters that are left as they are (experts that are spread over ranks).
     """
     axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
     if axes == ("replicate",):
-        _compat.replicate_module(module, mesh=mesh["replicate"])
+        _compat.replicate_module(module, mesh=mesh["replicate"], ignored_params=set(ignored))
         return
     reshard: bool | int | None = True if reshard_after_forward == "auto" else reshard_after_forward
     if root and reshard is not False:
         reshard = None
-    fully_shard(module, mesh=mesh[axes], reshard_after_forward=reshard)
+    fully_shard(module, mesh=mesh[axes], reshard_after_forward=reshard, ignored_params=set(ignored))
 
 
 def make_root(root: nn.Module, methods: Iterable[str]) -> None:

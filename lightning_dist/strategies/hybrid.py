@@ -29,6 +29,7 @@ from lightning_dist.parallel import agreement, data, gradients, loaders
 from lightning_dist.parallel import batch as batches
 from lightning_dist.parallel.activation import ActivationCheckpointing
 from lightning_dist.parallel.apply import ParallelModule, ParallelSettings, parallelise, parallelise_stages
+from lightning_dist.parallel.expert import experts_within, find_experts, update_expert_biases
 from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
 from lightning_dist.parallel.path_check import PathCheck
 from lightning_dist.parallel.pipeline import PipelineRunner, RandomStreams, plan_pipeline
@@ -37,7 +38,7 @@ from lightning_dist.parallel.pipeline.costs import module_costs
 from lightning_dist.parallel.pipeline.placement import find_schedule
 from lightning_dist.parallel.pipeline.trace import Tracer
 from lightning_dist.parallel.tensor import sharded_loss, sum_replicated_gradients
-from lightning_dist.plan import ModelPlan
+from lightning_dist.plan import ModelPlan, expand_names
 from lightning_dist.plan.chain import find_chain
 from lightning_dist.plan.huggingface import describe_missing_plan, find_tensor_plan
 from lightning_dist.plan.units import find_network, find_units
@@ -134,10 +135,11 @@ class HybridParallelStrategy(ParallelStrategy):
             if sizes != ParallelLayout():
                 raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")
             sizes = ParallelLayout.parse(layout) if isinstance(layout, str) else layout
-        if sizes.expert > 1:
+        beside = [axis for axis in ("tensor", "context", "pipeline") if getattr(sizes, axis) > 1]
+        if sizes.expert > 1 and beside:
             raise ValueError(
-                f"expert_parallel_size={sizes.expert} is not available yet; this version has data, tensor, context and"
-                " pipeline parallelism."
+                f"expert_parallel_size={sizes.expert} does not fit {beside[0]}_parallel_size="
+                f"{getattr(sizes, beside[0])}: in this version experts are spread beside the data axes (replicate, shard) only."
             )
         if sizes.context > 1 and sizes.pipeline > 1:
             raise ValueError(
@@ -380,10 +382,28 @@ class HybridParallelStrategy(ParallelStrategy):
                 self._settings,
                 convert=convert,
                 tensor_plan=tensor_plan,
+                experts=self._experts(module, plan) if self.layout.expert > 1 else (),
+                data_group=self._data_group,
                 roots=self._roots(module) if self.layout.data_size > 1 else [],
                 root_methods=[step for step in STEPS if is_overridden(step, module)],
             )
         module.__dict__[STATE_NAME] = self._parallel_module
+
+    def _experts(self, module: LightningModule, plan: ModelPlan | None) -> list[str]:
+        """Full names of the modules that hold experts: the plan's, or those that are found."""
+        prefix, network = find_network(module, plan)
+        written = plan.experts if plan is not None else None
+        if written is not None:
+            found = experts_within(network, expand_names(network, written, "experts"))
+        else:
+            found = find_experts(network)
+        if not found:
+            raise ValueError(
+                f"expert_parallel_size={self.layout.expert}: no experts were found in {type(network).__name__}; name"
+                " the modules in ModelPlan.experts (a lightning_dist.parallel.expert.MixtureOfExperts, or a Hugging Face"
+                " model's stacked experts)."
+            )
+        return [f"{prefix}.{name}" if prefix else name for name in found]
 
     def _tensor_plan(self, module: LightningModule, plan: ModelPlan | None) -> dict[str, Any]:
         """The plan's styles, or those that are found, by names relative to the module."""
@@ -649,6 +669,7 @@ class HybridParallelStrategy(ParallelStrategy):
             return super().optimizer_step(optimizer, closure, model, **kwargs)
         weighted = partial(self._weighted_closure, closure, optimizer, self._loss_weights.batches)
         result = super().optimizer_step(optimizer, weighted, model, **kwargs)
+        update_expert_biases(self.lightning_module)
         self._loss_weights.begin()
         return result
 
@@ -700,11 +721,6 @@ class HybridParallelStrategy(ParallelStrategy):
     def _evaluate_stages(self, pipeline: PipelineSteps, method: str, batch: Any, *rest: Any) -> Any:
         with getattr(self.precision_plugin, f"{EVALUATIONS[method]}_step_context")():
             return pipeline.evaluate(EVALUATIONS[method], method, batch, rest, self._own_weight)
-
-    def share_metrics(self) -> None:
-        """Gives every rank of a pipeline the state of the metric objects, which only its last stage updates."""
-        if self._pipeline is not None:
-            self._pipeline.share_metrics()
 
     def on_validation_start(self) -> None:
         self._evaluation.begin()
