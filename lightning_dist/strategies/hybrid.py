@@ -139,7 +139,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if sizes.expert > 1 and beside:
             raise ValueError(
                 f"expert_parallel_size={sizes.expert} does not fit {beside[0]}_parallel_size="
-                f"{getattr(sizes, beside[0])}: in this version experts are spread beside the data axes (replicate, shard) only."
+                f"{getattr(sizes, beside[0])}: in this version experts go with the data axes (replicate, shard) only."
             )
         if sizes.context > 1 and sizes.pipeline > 1:
             raise ValueError(
@@ -400,8 +400,8 @@ class HybridParallelStrategy(ParallelStrategy):
         if not found:
             raise ValueError(
                 f"expert_parallel_size={self.layout.expert}: no experts were found in {type(network).__name__}; name"
-                " the modules in ModelPlan.experts (a lightning_dist.parallel.expert.MixtureOfExperts, or a Hugging Face"
-                " model's stacked experts)."
+                " the modules in ModelPlan.experts (a MixtureOfExperts of lightning_dist.parallel.expert, or the stacked"
+                " experts of a Hugging Face model)."
             )
         return [f"{prefix}.{name}" if prefix else name for name in found]
 
