@@ -400,7 +400,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if not found:
             raise ValueError(
                 f"expert_parallel_size={self.layout.expert}: no experts were found in {type(network).__name__}; name"
-                " the modules in ModelPlan.experts (a MixtureOfExperts of lightning_dist.parallel.expert, or the stacked"
+                " the modules in ModelPlan.experts (a MixtureOfExperts of lightning_dist.parallel.expert, or stacked"
                 " experts of a Hugging Face model)."
             )
         return [f"{prefix}.{name}" if prefix else name for name in found]
