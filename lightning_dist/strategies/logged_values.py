@@ -37,7 +37,6 @@ class EpochAgreement(Callback):
         self._agree(trainer, "test")
 
     def _agree(self, trainer: Trainer, what: str) -> None:
-        self._strategy.share_metrics()
         metrics = _compat.epoch_metrics(trainer)
         names: dict[str, Any] = {name: metric.meta.sync.should for name, metric in metrics.items()}
         everyone = self._strategy.gather_objects(names)

@@ -8,9 +8,8 @@ from typing import Any
 
 import torch
 from lightning.pytorch import LightningModule
-from torch import Tensor, nn
+from torch import Tensor
 from torch.distributed.device_mesh import DeviceMesh
-from torchmetrics import Metric
 
 from lightning_dist.parallel.loss_weights import LossWeights
 from lightning_dist.parallel.pipeline import (
@@ -25,6 +24,7 @@ from lightning_dist.parallel.pipeline import (
 from lightning_dist.parallel.pipeline.results import LogRecorder, merge_outputs
 from lightning_dist.parallel.pipeline.sharding import average_loose_gradients
 from lightning_dist.parallel.pipeline.trace import Tracer
+from lightning_dist.strategies.pipeline_metrics import BatchMetrics, apply_changes, find_metric_inside
 
 WeightOf = Callable[[Any], Tensor | float]
 
@@ -50,6 +50,12 @@ class PipelineSteps:
         data_mesh: DeviceMesh | None,
         shared: Sequence[str],
     ) -> None:
+        inside = find_metric_inside(module, pipeline.plan.chain)
+        if inside is not None:
+            raise ValueError(
+                f"{inside} is a metric object inside a module of the pipeline's chain, where one stage alone would"
+                " update it; make it an attribute of the LightningModule and update it in the step."
+            )
         self._module = module
         self._pipeline = pipeline
         self._runner = runner
@@ -90,11 +96,12 @@ class PipelineSteps:
         recorder = LogRecorder(self._module, parts.sizes, weights, self._runner.has_last_stage)
         step = self._step("training_step", rest, recorder)
         self._refuse(parts, "training_step", rest)
-        with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder):
+        metrics = BatchMetrics(self._module)
+        with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder, metrics):
             outputs = self._runner.train(
                 parts, step, scales=scales, step_index=self._count("train"), reduce_gradients=exchange
             )
-        return self._everywhere(outputs, parts, weights, recorder)
+        return self._everywhere(outputs, parts, weights, recorder, metrics)
 
     def evaluate(self, kind: str, method: str, batch: Any, rest: tuple[Any, ...], weight_of: WeightOf | None) -> Any:
         """Runs a batch forward and returns what the step would have returned for all of it, on every rank."""
@@ -102,11 +109,12 @@ class PipelineSteps:
         weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
         recorder = LogRecorder(self._module, parts.sizes, weights, self._runner.has_last_stage)
         self._refuse(parts, method, rest)
-        with self._recorded(recorder):
+        metrics = BatchMetrics(self._module)
+        with self._recorded(recorder, metrics):
             outputs = self._runner.evaluate(
                 parts, self._step(method, rest, recorder), kind=kind, step_index=self._count(kind)
             )
-        return self._everywhere(outputs, parts, weights, recorder)
+        return self._everywhere(outputs, parts, weights, recorder, metrics)
 
     def add_gradients(self) -> None:
         """Adds the gradients of the last batch to the parameters, where Lightning expects backward to do it."""
@@ -138,15 +146,6 @@ class PipelineSteps:
         }
         return lambda parameter: several.get(id(parameter), 1) * world_size // ranks
 
-    def share_metrics(self) -> None:
-        """Gives every rank the state of the metric objects, which only the last stage has updated."""
-        metrics = {name: inner for name, inner in self._module.named_modules() if isinstance(inner, Metric)}
-        if not metrics:
-            return
-        states = {name: (metric.metric_state, metric.update_count) for name, metric in metrics.items()}
-        for name, (state, updates) in self._runner.share(states if self._runner.has_last_stage else None).items():
-            metrics[name].__dict__.update({**state, "_update_count": updates, "_computed": None})
-
     def _step(self, method: str, rest: tuple[Any, ...], recorder: LogRecorder) -> Callable[[Any, int], Any]:
         call = getattr(self._module, method)
 
@@ -157,11 +156,12 @@ class PipelineSteps:
         return step
 
     @contextmanager
-    def _recorded(self, recorder: LogRecorder) -> Generator[None, None, None]:
+    def _recorded(self, recorder: LogRecorder, metrics: BatchMetrics) -> Generator[None, None, None]:
         before = self._module.__dict__.get("log")
         self._module.log = recorder  # type: ignore[assignment, method-assign]
         try:
-            yield
+            with metrics.watch():
+                yield
         finally:
             del self._module.__dict__["log"]
             if before is not None:
@@ -182,7 +182,12 @@ class PipelineSteps:
             raise PipelineError(refusal)
 
     def _everywhere(
-        self, outputs: list[Any] | None, parts: Microbatches, weights: Sequence[Tensor | float], recorder: LogRecorder
+        self,
+        outputs: list[Any] | None,
+        parts: Microbatches,
+        weights: Sequence[Tensor | float],
+        recorder: LogRecorder,
+        metrics: BatchMetrics,
     ) -> Any:
         """Merges the microbatches' results on the rank with the last stage, and logs and returns them on all."""
         payload: Any = None
@@ -191,20 +196,29 @@ class PipelineSteps:
                 name: {
                     "value": entry.value,
                     "metric": entry.metric,
-                    "seen": _forward_cache(self._module, entry.metric),
+                    "seen": metrics.value(self._metric(entry.metric)) if entry.metric else None,
                     "arguments": entry.arguments,
                 }
                 for name, entry in recorder.values().items()
             }
-            payload = {"output": merge_outputs(outputs, parts.sizes, weights), "logged": logged}
+            payload = {
+                "output": merge_outputs(outputs, parts.sizes, weights),
+                "logged": logged,
+                "metrics": metrics.changes(),
+            }
         payload = self._runner.share(payload)
+        if outputs is None:
+            apply_changes(self._module, payload["metrics"])
         for name, entry in payload["logged"].items():
             value = entry["value"]
-            if entry["metric"] is not None:
-                value = self._module.get_submodule(entry["metric"])
+            if entry["metric"]:
+                value = self._metric(entry["metric"])
                 value._forward_cache = entry["seen"]
             self._module.log(name, value, **entry["arguments"])
         return payload["output"]
+
+    def _metric(self, name: str) -> Any:
+        return self._module.get_submodule(name)
 
     def _count(self, kind: str) -> int:
         """A running number of batches, from which random streams are made. In training it is the trainer's own."""
@@ -212,7 +226,3 @@ class PipelineSteps:
             return int(self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
         self._batches[kind] = self._batches.get(kind, -1) + 1
         return self._batches[kind]
-
-
-def _forward_cache(module: nn.Module, name: str | None) -> Any:
-    return None if name is None else module.get_submodule(name)._forward_cache
