@@ -202,6 +202,7 @@ writer.save(sys.argv[1], {"state_dict": {"w": torch.ones(3_000_000)}}, {})
 """
 
 
+@pytest.mark.slow
 def test_a_script_that_just_ends_finishes_its_last_checkpoint(tmp_path: Path) -> None:
     command = [sys.executable, "-c", ENDS_AT_ONCE, str(tmp_path / "one")]
     ended = subprocess.run(command, capture_output=True, text=True, timeout=120)

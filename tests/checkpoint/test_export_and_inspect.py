@@ -83,6 +83,7 @@ print(peak() - before)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.skipif(sys.platform != "linux", reason="reads the peak memory from /proc")
 def test_consolidating_takes_one_copy_and_a_piece_of_memory(tmp_path: Path) -> None:
     """Lightning#20312; in a process of its own, whose peak is known."""

@@ -120,7 +120,10 @@ def test_killed_at_every_operation(case: Any, stride: int) -> None:
     assert found == sorted(found, reverse=True), "once the new checkpoint counts, no later crash takes it back"
 
 
-@pytest.mark.parametrize("number", [errno.EIO, errno.ENOSPC, errno.EACCES])
+@pytest.mark.parametrize(
+    "number",
+    [errno.EIO, pytest.param(errno.ENOSPC, marks=pytest.mark.slow), pytest.param(errno.EACCES, marks=pytest.mark.slow)],
+)
 def test_an_error_at_every_operation(case: Any, number: int) -> None:
     _, fresh, function, steps = case
     for nth in range(1, count_operations(fresh, function) + 1):
