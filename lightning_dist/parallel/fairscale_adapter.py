@@ -53,6 +53,8 @@ class ShardedOptimizer(ClosureFirst, OSS):
             )
         return super().step(closure, **kwargs)
 
+    step._wrapped_by_lr_sched = True  # type: ignore[attr-defined]
+
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         if not self.in_super_constructor:
             raise RuntimeError(
@@ -101,7 +103,7 @@ class ShardedModule(ShardedDataParallel):
         """Runs the module, in whatever mode its parts are; the hooks that reduce exist afterwards."""
         self._order = []
         output = super().forward(*inputs, **kwargs)
-        if self._trainable_params and not self._grad_hooks:
+        if not self._grad_hooks and any(parameter.requires_grad for parameter in self._all_params):
             raise RuntimeError("FairScale's wrapper is in evaluation mode, in which no gradient would be reduced.")
         return output
 

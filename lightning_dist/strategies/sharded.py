@@ -87,6 +87,7 @@ class FairScaleShardedStrategy(DDPStrategy):
         self._crash_watch: agreement.CrashWatch | None = None
         self._fairscale: ModuleType | None = None
         self._undefined: UndefinedGradients | None = None
+        self._reduced_by_ddp: set[int] = set()
         self._equal_batches = True
         self._loss_weights: LossWeights | None = None
         self._loss_factor: Tensor | float = 1.0
@@ -177,7 +178,10 @@ class FairScaleShardedStrategy(DDPStrategy):
             assert self._fairscale is not None
             self.model = self._fairscale.ShardedModule(module, sharded, self._agree_on_reduction)
         else:
+            # As under FairScale, a parameter may go without a gradient (it is frozen, or the other optimizer's).
+            self._ddp_kwargs = {"find_unused_parameters": True}
             self.configure_ddp()
+            self._reduced_by_ddp = {id(parameter) for parameter in module.parameters() if parameter.requires_grad}
 
     def _import_fairscale(self) -> ModuleType | None:
         """FairScale's adapter, or None on all ranks if it can't be imported on one of them."""
@@ -241,6 +245,7 @@ class FairScaleShardedStrategy(DDPStrategy):
             self._loss_factor = self._loss_factor * self._loss_weights.gradient_factor(1)
             self._loss_weights.begin()
         self._wake_wrapper()
+        self._refuse_unreduced()
         output = super().training_step(*args, **kwargs)
         if output is None and self.lightning_module.automatic_optimization:
             self._loss_weights.truncate(self._loss_weights.batches - 1)
@@ -252,6 +257,22 @@ class FairScaleShardedStrategy(DDPStrategy):
         if self._shards_gradients:
             assert self.model is not None
             self.model.training = True
+
+    def _refuse_unreduced(self) -> None:
+        """DDP reduces the parameters that were trainable when it was made, and says nothing of others."""
+        if not isinstance(self.model, nn.parallel.DistributedDataParallel):
+            return
+        assert self.lightning_module is not None
+        late = [
+            name
+            for name, parameter in self.lightning_module.named_parameters()
+            if parameter.requires_grad and id(parameter) not in self._reduced_by_ddp
+        ]
+        if late:
+            raise RuntimeError(
+                f"{', '.join(late)} began to train after DDP was set up, which would not reduce their gradients; let"
+                " them require gradients when fit begins and freeze them from on_train_start on."
+            )
 
     def _weight_of(self, batch: Any) -> Tensor | float:
         loss_weight = getattr(self.lightning_module, "loss_weight", None)
@@ -381,6 +402,11 @@ class FairScaleShardedStrategy(DDPStrategy):
         return bool(votes == self.world_size) if all else bool(votes)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
+
+    @property
+    def restore_checkpoint_after_setup(self) -> bool:
+        """Yes: before it the module has not yet its type, and float64 weights would be rounded on the way in."""
+        return True
 
     def lightning_module_state_dict(self) -> dict[str, Any]:
         """The module's state; on the first rank, which writes it, each tensor in memory of its own, not in a buffer."""

@@ -51,6 +51,17 @@ class Freezing(Classifier):
             layer.requires_grad_(not 2 <= batch_idx < 4)
 
 
+class Thawing(Classifier):
+    """The first layer is frozen until step 3."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.model.embed.requires_grad_(False)
+
+    def on_train_batch_start(self, batch, batch_idx):
+        self.model.embed.requires_grad_(batch_idx >= 3)
+
+
 class WithBatchNorm(Classifier):
     def __init__(self) -> None:
         super().__init__()
@@ -94,7 +105,7 @@ class TwoOptimizers(Classifier):
         self.manual_backward(self.loss(batch))
         first.step()
         second.zero_grad()
-        self.manual_backward(self.loss(batch) ** 2)
+        self.manual_backward(self.loss(batch) * 2)
         self.clip_gradients(second, gradient_clip_val=0.05)
         second.step()
 
