@@ -234,15 +234,15 @@ def causal_batch(empty=False):
     return batch
 
 
-def hugging_face_parity(kind, settings, layout="cp=2", entries=None, empty=False, accumulation=1):
+def hugging_face_parity(kind, settings, layout="cp=2", entries=None, empty=False, accumulation=1, sequence=False):
     batch = causal_batch(empty)
     batch = {name: batch[name] for name in entries or TEXT}
     reference, network = build(kind, **settings), build(kind, **settings)
     mesh = layout_mesh(layout)[1]
     context = ContextParallel(mesh)
     if "tensor" in mesh.mesh_dim_names:
-        apply_tensor_parallel(network, mesh, find_tensor_plan(network, sequence_parallel="sequence" in settings))
-    assert prepare_network(network, context)
+        apply_tensor_parallel(network, mesh, find_tensor_plan(network, sequence_parallel=sequence))
+    assert prepare_network(network, context, tensor_parallel_size=4 // context.size if "tp" in layout else 1)
     dims = {name: TEXT[name] for name in batch}
     losses = []
     for _ in range(accumulation):
@@ -292,14 +292,14 @@ def float64_loss(logits, labels, vocab_size, num_items_in_batch=None, ignore_ind
     return total / ((targets != ignore_index).sum() if num_items_in_batch is None else num_items_in_batch)
 
 
-def exact_parity(entries, empty, layout):
+def exact_parity(entries, empty, layout, sequence=False):
     """The same in float64 throughout: the library's loss function is replaced in both networks."""
     from transformers.loss import loss_utils
 
     original = loss_utils.ForCausalLMLoss
     loss_utils.ForCausalLMLoss = loss_utils.LOSS_MAPPING["ForCausalLM"] = float64_loss
     try:
-        return hugging_face_parity("llama", {}, layout=layout, entries=entries, empty=empty)
+        return hugging_face_parity("llama", {}, layout=layout, entries=entries, empty=empty, sequence=sequence)
     finally:
         loss_utils.ForCausalLMLoss = loss_utils.LOSS_MAPPING["ForCausalLM"] = original
 
@@ -312,9 +312,9 @@ def test_float64_is_exact(pool, entries, empty):
         assert gradient <= 1e-9, name
 
 
-@pytest.mark.parametrize("layout", ["cp=2,tp=2", "cp=4"])
-def test_four_ranks_equal_one(pool, layout):
-    for loss, (gradient, name), _ in pool.run(exact_parity, 4, None, True, layout):
+@pytest.mark.parametrize(("layout", "sequence"), [("cp=2,tp=2", False), ("cp=2,tp=2", True), ("cp=4", False)])
+def test_four_ranks_equal_one(pool, layout, sequence):
+    for loss, (gradient, name), _ in pool.run(exact_parity, 4, None, True, layout, sequence):
         assert loss <= 1e-12
         assert gradient <= 1e-9, name
 
@@ -382,7 +382,7 @@ def refusals():
 
 def test_networks_and_batches_that_cannot_be_cut_are_refused(pool):
     heads, labels, packed = pool.run(refusals, 2)[0]
-    assert "does not fit LlamaForCausalLM: its 3 heads do not divide by 2; sizes that fit: 1, 3" in heads
+    assert "does not fit LlamaForCausalLM: its 3 heads do not divide by 2; context sizes that fit: 1, 3" in heads
     assert "labels of shape (2,) for tokens of shape (2, 4)" in labels
     assert "packed sequences" in packed
 

@@ -27,7 +27,7 @@ _UNSUPPORTED = ("softcap", "s_aux", "position_bias")
 _numbers = itertools.count()
 
 
-def prepare_network(network: nn.Module, context: ContextParallel) -> bool:
+def prepare_network(network: nn.Module, context: ContextParallel, *, tensor_parallel_size: int = 1) -> bool:
     """Lets the Hugging Face models in ``network`` work on this rank's tokens; once, at set-up.
 
     Attention goes through the library's registry, so it reaches the whole sequence in recomputation too, masks of
@@ -41,6 +41,7 @@ def prepare_network(network: nn.Module, context: ContextParallel) -> bool:
     Args:
         network: A model of transformers, or a module that contains some.
         context: The context ranks.
+        tensor_parallel_size: Over how many ranks the heads have been spread already.
 
     Returns:
         Whether there was one; other networks need nothing, only `context_attention` around each step.
@@ -60,7 +61,7 @@ def prepare_network(network: nn.Module, context: ContextParallel) -> bool:
         if not any(name != other and (not other or name.startswith(other + ".")) for other, _ in models)
     ]
     for name, model in outermost:
-        _check_heads(name or type(model).__name__, model, context)
+        _check_heads(name or type(model).__name__, model, context, tensor_parallel_size)
     for _, model in outermost:
         implementation = _register(context)
         for module in model.modules():
@@ -70,15 +71,17 @@ def prepare_network(network: nn.Module, context: ContextParallel) -> bool:
     return bool(outermost)
 
 
-def _check_heads(name: str, model: nn.Module, context: ContextParallel) -> None:
+def _check_heads(name: str, model: nn.Module, context: ContextParallel, tensor_parallel_size: int) -> None:
     config: Any = model.config
     text = config.get_text_config() if hasattr(config, "get_text_config") else config
     heads = getattr(text, "num_attention_heads", None)
-    if context.method == "ulysses" and isinstance(heads, int) and heads % context.size:
-        fits = ", ".join(str(size) for size in range(1, heads + 1) if heads % size == 0)
+    ranks = context.size * tensor_parallel_size
+    if context.method == "ulysses" and isinstance(heads, int) and heads % ranks:
+        fits = ", ".join(str(size) for size in range(1, heads + 1) if heads % (size * tensor_parallel_size) == 0)
+        spread = f" x tensor_parallel_size={tensor_parallel_size}" if tensor_parallel_size > 1 else ""
         raise ValueError(
-            f"context_parallel_size={context.size} does not fit {name}: its {heads} heads do not divide by"
-            f" {context.size}; sizes that fit: {fits}."
+            f"context_parallel_size={context.size}{spread} does not fit {name}: its {heads} heads do not divide by"
+            f" {ranks}; context sizes that fit: {fits or 'none'}."
         )
     if not getattr(model, "_supports_sdpa", True) and not getattr(model, "_supports_attention_backend", False):
         raise ValueError(

@@ -96,7 +96,9 @@ class _Application:
         self._plan = plan
         self._on_parts: dict[str, TensorGroup] = {}  # modules on tokens of this rank, and the group inside of them
         self._summed: set[str] = set()
-        self._own_random = _draws_random_numbers(network)
+        # Where sharded work may draw random numbers: blocks of pairs, and lists of blocks under sequence parallelism.
+        drawing = (*dict.fromkeys(plan.pairs.values()), *plan.containers)
+        self._own_random = {block for block in drawing if _may_drop(network, block)}
 
     def run(self) -> TensorParallelReport:
         self._mark_sequence_parallel()
@@ -115,7 +117,7 @@ class _Application:
         for block in self._plan.on_dtensors:
             run_on_dtensors(self._network.get_submodule(block), self._group, self._placements_in(block))
         for block in dict.fromkeys(self._plan.pairs.values()):
-            if self._own_random and not self._plan.inside_dtensors(block):
+            if block in self._own_random and not self._plan.inside_dtensors(block):
                 styles.close_random_region(self._network.get_submodule(block), self._group)
         self._tie_again()
         replicated = self._replicate_the_rest()
@@ -136,8 +138,9 @@ class _Application:
     def _apply(self, name: str, module: nn.Module, rule: str) -> None:
         group = self._group_at(name)
         paired = name in self._plan.pairs
-        ends = any(is_inside(name, block) for block in self._plan.pairs.values())
-        random = self._own_random and not self._under_sequence_parallel(name)
+        ends = self._block_that_ends_with(name) is not None
+        block = self._plan.pairs.get(name) or self._block_that_ends_with(name)
+        random = block in self._own_random and not self._under_sequence_parallel(name)
         if isinstance(module, nn.Embedding):
             cut_by_rows = rule in ("embedding_rowwise", *ROWS)
             (styles.cut_vocabulary if cut_by_rows else styles.cut_embedding_width)(module, group)
@@ -176,6 +179,10 @@ class _Application:
         elif rule == "mla_kv_a_proj":
             owner_module = self._network.get_submodule(name.rpartition(".")[0])
             styles.replicate_with_rotary_tail(module, group, owner_module.qk_rope_head_dim)  # type: ignore[arg-type]
+
+    def _block_that_ends_with(self, name: str) -> str | None:
+        """The innermost block of a pair around a matrix that is cut by its inputs."""
+        return max((block for block in self._plan.pairs.values() if is_inside(name, block)), key=len, default=None)
 
     def _placements_in(self, block: str) -> dict[str, dict[str, Any]]:
         placements = {}
@@ -257,7 +264,7 @@ class _Application:
             sequence.gather_inside(self._network.get_submodule(name), cut)
         for container in self._plan.containers:
             blocks = list(self._network.get_submodule(container).children())
-            if self._own_random:
+            if container in self._own_random:
                 for block in blocks:
                     sequence.draw_own_numbers(block, cut)
             sequence.cut_before(blocks[0], cut)
@@ -272,14 +279,17 @@ def _parameter_cut(module: nn.Module, name: str, style: str) -> Placement:
     return Shard(max(parameter.dim() - 2, 0) if style == "colwise" else parameter.dim() - 1)
 
 
-def _draws_random_numbers(network: nn.Module) -> bool:
-    """Whether some dropout may be on; only a Hugging Face config can tell that there is none in plain functions."""
-    if any(module.p > 0 for module in network.modules() if isinstance(module, nn.modules.dropout._DropoutNd)):
+def _may_drop(network: nn.Module, block: str) -> bool:
+    """Whether dropout may be on inside a block; only a Hugging Face config can tell that no plain function does it."""
+    if any(m.p > 0 for m in network.get_submodule(block).modules() if isinstance(m, nn.modules.dropout._DropoutNd)):
         return True
-    config = getattr(network, "config", None)
-    if config is None or not hasattr(config, "to_dict"):
-        return True
-    return any("drop" in key and isinstance(value, float) and value > 0 for key, value in config.to_dict().items())
+    parts = block.split(".")
+    for length in range(len(parts), -1, -1):
+        config = getattr(network.get_submodule(".".join(parts[:length])), "config", None)
+        if hasattr(config, "to_dict"):
+            settings: dict[str, Any] = config.to_dict()  # type: ignore[union-attr]
+            return any("drop" in key and isinstance(value, float) and value > 0 for key, value in settings.items())
+    return True
 
 
 def _is_whole(parameter: nn.Parameter) -> bool:

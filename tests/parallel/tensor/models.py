@@ -107,6 +107,7 @@ def text_batch(rows=4, length=12, vocabulary=VOCABULARY):
         labels[row, : 2 * row] = -100
     mask = torch.ones_like(ids)
     mask[1, -3:] = 0
+    ids[1, -3:] = 0  # the padding token, whose embedding gets no gradient
     labels[1, -3:] = -100
     return {"input_ids": ids, "attention_mask": mask, "labels": labels}
 

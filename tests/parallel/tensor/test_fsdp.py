@@ -66,12 +66,12 @@ def two_dimensions(kind, settings, sequence_parallel, layout, changes):
     ("kind", "settings", "sequence_parallel", "layout", "changes"),
     [
         ("llama", {"tie_word_embeddings": True, "num_key_value_heads": 1}, False, "shard=2,tp=2", {}),
-        ("qwen3", {}, True, "shard=2,tp=2", {}),
+        pytest.param("qwen3", {}, True, "shard=2,tp=2", {}, marks=pytest.mark.slow),
         ("gpt2", {}, False, "shard=2,tp=2", {}),
-        ("gpt2", {}, False, "replicate=2,shard=1,tp=2", {}),
-        ("torch_encoder", {}, False, "shard=2,tp=2", {}),
+        pytest.param("gpt2", {}, False, "replicate=2,shard=1,tp=2", {}, marks=pytest.mark.slow),
+        pytest.param("torch_encoder", {}, False, "shard=2,tp=2", {}, marks=pytest.mark.slow),
         ("hand_written", {}, False, "shard=2,tp=2", {}),
-        ("llama", {}, False, "shard=2,tp=2", {"lm_head": "loss_parallel"}),
+        pytest.param("llama", {}, False, "shard=2,tp=2", {"lm_head": "loss_parallel"}, marks=pytest.mark.slow),
     ],
     ids=["tied-shared-heads", "qwen3-sequence", "gpt2", "gpt2-replicate", "torch", "hand-written", "loss-parallel"],
 )
