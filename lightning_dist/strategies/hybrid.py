@@ -813,7 +813,8 @@ class HybridParallelStrategy(ParallelStrategy):
             if callable(getattr(callback, "checkpoint_tensors", None)):
                 extra |= callback.checkpoint_tensors(module)
         path = self.broadcast(str(checkpoint_path))
-        return module_checkpoint.load(path, module, self._control_group, weights_only, extra)
+        names = self._parallel_module.names
+        return module_checkpoint.load(path, module, self._control_group, weights_only, extra, names)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -821,7 +822,10 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def load_optimizer_state_dict(self, checkpoint: Mapping[str, Any]) -> None:
         assert self.lightning_module is not None
-        module_checkpoint.load_optimizers(self.lightning_module, self.optimizers, checkpoint, self._control_group)
+        stage_of = self._parallel_module.names if self._pipeline is not None else None
+        module_checkpoint.load_optimizers(
+            self.lightning_module, self.optimizers, checkpoint, self._control_group, stage_of
+        )
 
     def remove_checkpoint(self, filepath: Any) -> None:
         if self.is_global_zero:

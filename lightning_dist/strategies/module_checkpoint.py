@@ -34,14 +34,19 @@ def save(checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None,
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     for index, state in enumerate(checkpoint.pop("optimizer_states", ())):
         tensors[f"optimizer_{index}"] = state
-    for key in [key for key, value in checkpoint.items() if _holds_parts(value)]:
+    for key in [key for key, value in checkpoint.items() if _holds_parts(value, names)]:
         tensors[key] = checkpoint.pop(key)
     order = [f"state_dict.{name}" for name in names]
     engine.save(path, tensors, checkpoint, info={"parameter_order": order}, group=group)
 
 
 def load(
-    path: str, module: nn.Module, group: dist.ProcessGroup | None, weights_only: bool | None, extra: Mapping[str, Any]
+    path: str,
+    module: nn.Module,
+    group: dist.ProcessGroup | None,
+    weights_only: bool | None,
+    extra: Mapping[str, Any],
+    names: Sequence[str],
 ) -> dict[str, Any]:
     """Reads a directory written under any layout, or one file written on one device.
 
@@ -54,9 +59,10 @@ def load(
         weights_only: As for ``torch.load``; None trusts the file as one's own.
         extra: Further dictionaries with parts of tensors to fill, under the names they were saved by, where the
             checkpoint has them.
+        names: The names of the whole module's state, of which a pipeline rank has a part.
     """
     if not engine.is_checkpoint(path):
-        return _load_file(path, module, weights_only)
+        return _load_file(path, module, weights_only, names)
     checkpoint = engine.read_trainer_state(path, weights_only=weights_only)
     state_dict = module.state_dict()
     strict = getattr(module, "strict_loading", True)
@@ -78,12 +84,23 @@ def load_model(module: nn.Module, checkpoint: Mapping[str, Any], strict: bool) -
 
 
 def load_optimizers(
-    module: nn.Module, optimizers: Sequence[Optimizer], checkpoint: Mapping[str, Any], group: dist.ProcessGroup | None
+    module: nn.Module,
+    optimizers: Sequence[Optimizer],
+    checkpoint: Mapping[str, Any],
+    group: dist.ProcessGroup | None,
+    stage_of: Sequence[str] | None = None,
 ) -> None:
     """Restores the optimizers, from the directory or from the file's dictionary.
 
+    Args:
+        module: The module, already parallel.
+        optimizers: What ``configure_optimizers`` made.
+        checkpoint: From :func:`load`, or a dictionary of one device.
+        group: CPU group of all ranks.
+        stage_of: Where the module is one rank's part of a pipeline: the names of the whole module's state.
+
     Raises:
-        ValueError: If the checkpoint holds another number of optimizers.
+        ValueError: If the checkpoint holds another number of optimizers, or a file's can't be told apart by stage.
     """
     path = checkpoint.get(PATH_KEY)
     saved = checkpoint.get("optimizer_states", ())
@@ -96,7 +113,10 @@ def load_optimizers(
     names = _names(module)
     for index, optimizer in enumerate(optimizers):
         if path is None:
-            optimizer.load_state_dict(_in_parts(optimizer, saved[index]))
+            state = saved[index]
+            if stage_of is not None:
+                state = _of_stage(optimizer, state, names, stage_of, group)
+            optimizer.load_state_dict(_in_parts(optimizer, state))
             continue
         key = f"optimizer_{index}"
         room = engine.optimizer_state_to_fill(path, key, optimizer, names)
@@ -110,13 +130,55 @@ def remove(path: Any) -> None:
         filesystem.rm(str(path), recursive=True)
 
 
-def _load_file(path: str, module: nn.Module, weights_only: bool | None) -> dict[str, Any]:
+def _load_file(path: str, module: nn.Module, weights_only: bool | None, names: Sequence[str]) -> dict[str, Any]:
     checkpoint = torch.load(path, map_location="cpu", mmap=True, weights_only=bool(weights_only))
     parts = module.state_dict()
+    elsewhere = set(names) - set(parts)  # on another stage of the pipeline
     checkpoint["state_dict"] = {
-        name: _like(value, parts[name]) if name in parts else value for name, value in checkpoint["state_dict"].items()
+        name: _like(value, parts[name]) if name in parts else value
+        for name, value in checkpoint["state_dict"].items()
+        if name not in elsewhere
     }
     return checkpoint
+
+
+def _of_stage(
+    optimizer: Optimizer,
+    state: dict[str, Any],
+    names: Mapping[nn.Parameter, str],
+    whole: Sequence[str],
+    group: dist.ProcessGroup | None,
+) -> dict[str, Any]:
+    """This rank's part of an optimizer's state in one file, where parameters are only numbered.
+
+    The stages' groups together, in the order of the module, are taken to be the file's.
+
+    Collectives: an all-gather of names over ``group``.
+    """
+    mine = [[names[parameter] for parameter in part["params"]] for part in optimizer.param_groups]
+    everyone: list[Any] = [None] * dist.get_world_size(group)
+    dist.all_gather_object(everyone, mine, group=group)
+    place = {name: position for position, name in enumerate(whole)}
+    number_of: dict[str, int] = {}
+    for index, saved in enumerate(state["param_groups"]):
+        parts = [groups[index] for groups in everyone] if index < len(mine) else []
+        members = sorted({name for part in parts for name in part}, key=place.__getitem__)
+        in_order = all(part == sorted(part, key=place.__getitem__) for part in parts)
+        if len(state["param_groups"]) != len(mine) or len(members) != len(saved["params"]) or not in_order:
+            raise ValueError(
+                f"Group {index} of the optimizer in the file holds {len(saved['params'])} parameters by number, and"
+                f" {len(members)} of the pipeline's are in that group, {'' if in_order else 'not '}in the module's"
+                " order, so which is which can't be told; load a checkpoint directory, or the weights alone."
+            )
+        number_of |= dict(zip(members, saved["params"], strict=True))
+    kept, groups, position = {}, [], 0
+    for saved, members in zip(state["param_groups"], mine, strict=True):
+        groups.append({**saved, "params": list(range(position, position + len(members)))})
+        for name in members:
+            if number_of[name] in state["state"]:
+                kept[position] = state["state"][number_of[name]]
+            position += 1
+    return {"state": kept, "param_groups": groups}
 
 
 def _in_parts(optimizer: Optimizer, state: dict[str, Any]) -> dict[str, Any]:
@@ -151,5 +213,7 @@ def _top_level_names(path: str) -> set[str]:
     return {str(index.planner_data[name][0]) for name in index.state_dict_metadata}
 
 
-def _holds_parts(value: Any) -> bool:
-    return any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value))
+def _holds_parts(value: Any, names: Sequence[str]) -> bool:
+    """Whether ranks hold different parts: pieces of tensors, or the module's tensors of their own pipeline stages."""
+    by_name = isinstance(value, dict) and bool(value) and set(names).issuperset(value)
+    return by_name or any(isinstance(leaf, DTensor) for leaf in pytree.tree_leaves(value))
