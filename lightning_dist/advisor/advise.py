@@ -182,6 +182,7 @@ def advise(
     global_batch: int | None = None,
     precision: str | Precision = "32-true",
     plan: ModelPlan | None = None,
+    schedules: Sequence[str] | None = None,
     alternatives: int = 4,
     use_all_devices: bool = False,
     note: Callable[[str], None] | None = None,
@@ -205,6 +206,7 @@ def advise(
         global_batch: Samples of one optimizer step. None is the batch of one device times the devices, as in DDP.
         precision: The Trainer's precision.
         plan: The user's plan.
+        schedules: Pipeline schedules to look at; None is all.
         alternatives: How many other layouts to return.
         use_all_devices: Recommend the best layout of all devices even if one device would do (``layout="auto"``).
         note: Told what is assumed while the model is read.
@@ -235,7 +237,7 @@ def advise(
         raise ValueError(f"global_batch={global_batch!r} does not fit: give a whole number of at least 1.")
     profile = _profile_of(model, batches, precision, plan, remember)
     notes.extend(profile.notes)
-    return _advise(profile, cluster, global_batch, alternatives, use_all_devices, notes)
+    return _advise(profile, cluster, global_batch, schedules, alternatives, use_all_devices, notes)
 
 
 def choose_layout(model: Callable[[], Any] | nn.Module | ModelProfile, world_size: int, **arguments: Any) -> Advice:
@@ -274,6 +276,7 @@ def _advise(
     profile: ModelProfile,
     cluster: Cluster,
     global_batch: int | None,
+    schedules: Sequence[str] | None,
     count: int,
     use_all_devices: bool,
     notes: list[str],
@@ -304,9 +307,9 @@ def _advise(
             missing=tuple(missing),
             notes=tuple(notes),
         )
-    found = search(profile, cluster, batch)
+    found = search(profile, cluster, batch, schedules)
     if cluster.nodes > 1:
-        node = search(profile, cluster.of_size(cluster.devices_per_node), batch)
+        node = search(profile, cluster.of_size(cluster.devices_per_node), batch, schedules)
         if node.fitting:
             baselines["one node"] = node.fitting[0]
     chosen = simplest(found.fitting)

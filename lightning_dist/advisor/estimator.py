@@ -184,12 +184,11 @@ class Estimator:
             schedule = SCHEDULES[candidate.schedule]
             held = held_microbatches(schedule, layout.pipeline, index, candidate.microbatches)
         samples = candidate.samples / layout.context * assumptions.activations
-        whole_too = self.profile.sequence_parallel
-        kept = rank.total.activations(candidate.checkpointing).over(tensor, whole_too) * samples * held
+        kept = rank.total.activations(candidate.checkpointing).over(tensor) * samples * held
         working = 2 * rank.total.largest.over(tensor) * samples
         if candidate.checkpointing != "none":
-            again = rank.largest_saved.saved.over(tensor, whole_too)
-            again -= rank.largest_saved.activations(candidate.checkpointing).over(tensor, whole_too)
+            again = rank.largest_saved.saved.over(tensor)
+            again -= rank.largest_saved.activations(candidate.checkpointing).over(tensor)
             working = max(working, again * samples)
         return Memory(
             parameters=sharded * precision.parameter,

@@ -12,7 +12,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from lightning_dist.advisor.profile import PRECISIONS, LayerProfile, ModelProfile, Precision
+from lightning_dist.advisor.profile import PRECISIONS, LayerProfile, ModelProfile, Precision, with_sequence_parallel
 from lightning_dist.advisor.trace import trace_step
 from lightning_dist.advisor.weights import count_weights
 from lightning_dist.parallel.pipeline.costs import module_costs
@@ -128,7 +128,7 @@ def read_model(
         unknown, samples = traced.failure, traced.samples
         query_heads, key_value_heads = traced.query_heads, traced.key_value_heads
         notes += traced.notes
-    return ModelProfile(
+    profile = ModelProfile(
         name=type(module).__name__,
         layers=tuple(layers),
         outside=outside,
@@ -141,9 +141,9 @@ def read_model(
         key_value_heads=key_value_heads,
         num_experts=weights.num_experts,
         unknown=unknown,
-        sequence_parallel=sequence_parallel,
         notes=tuple(notes),
     )
+    return with_sequence_parallel(profile) if sequence_parallel else profile
 
 
 def measure_optimizer(module: nn.Module) -> tuple[float, list[str]]:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field, fields
+from dataclasses import dataclass, field, fields, replace
 from typing import Literal
 
 Checkpointing = Literal["none", "selective", "full"]
@@ -23,12 +23,9 @@ class Amount:
     def __add__(self, other: Amount) -> Amount:
         return Amount(self.whole + other.whole, self.cut + other.cut)
 
-    def over(self, size: int, whole_too: bool = False) -> float:
+    def over(self, size: int) -> float:
         """The share of one of ``size`` tensor ranks."""
-        return self.total / size if whole_too else self.whole + self.cut / size
-
-    def scaled(self, factor: float) -> Amount:
-        return Amount(self.whole * factor, self.cut * factor)
+        return self.whole + self.cut / size
 
 
 @dataclass(frozen=True)
@@ -156,7 +153,8 @@ class ModelProfile:
         key_value_heads: Heads of keys and values.
         num_experts: Experts of each layer that has some; 0 if there are none.
         unknown: Why activations and work are not known; empty if they are.
-        sequence_parallel: Whether the tensor plan cuts the activations between blocks too.
+        sequence_parallel: Whether hidden states between blocks are cut over tensor ranks, see
+            :func:`with_sequence_parallel`.
         notes: What was assumed on the way.
     """
 
@@ -191,3 +189,22 @@ class ModelProfile:
     @property
     def num_trainable(self) -> float:
         return self.whole.trainable.total + self.whole.trainable_experts.total
+
+
+def with_sequence_parallel(profile: ModelProfile) -> ModelProfile:
+    """The same model with the activations of its units cut along the sequence over tensor ranks, between matrices too.
+
+    The messages are the same: a sum becomes a scatter and a gather of as many bytes.
+    """
+
+    def cut(layer: LayerProfile) -> LayerProfile:
+        return replace(
+            layer,
+            saved=Amount(cut=layer.saved.total),
+            kept=Amount(cut=layer.kept.total),
+            received=Amount(cut=layer.received.total),
+            largest=Amount(cut=layer.largest.total),
+        )
+
+    layers = tuple(cut(layer) if layer.name and layer.unit else layer for layer in profile.layers)
+    return replace(profile, layers=layers, sequence_parallel=True)

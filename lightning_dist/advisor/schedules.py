@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from lightning_dist.parallel.pipeline.placement import SCHEDULES, Schedule
+from collections.abc import Sequence
+
+from lightning_dist.parallel.pipeline.placement import SCHEDULES, Schedule, find_schedule
 
 
 def idle_time(schedule: Schedule, ranks: int, forward: float, inputs: float, weights: float) -> float:
@@ -65,6 +67,14 @@ def refusal(schedule: Schedule, ranks: int, microbatches: int) -> str:
     return ""
 
 
-def candidates() -> list[Schedule]:
-    """The schedules worth a look; GPipe only where 1F1B can't run, for it idles as long and holds more."""
-    return [schedule for name, schedule in SCHEDULES.items() if name != "GPipe"]
+def candidates(names: Sequence[str] | None = None) -> list[Schedule]:
+    """The schedules of those names; by default all but GPipe, which idles as long as 1F1B and holds more.
+
+    Where 1F1B can't run for lack of microbatches, GPipe takes its turn, as in training.
+
+    Raises:
+        ValueError: If a name is none.
+    """
+    if names is None:
+        names = [name for name in SCHEDULES if name != "GPipe"]
+    return [find_schedule(name) for name in names]

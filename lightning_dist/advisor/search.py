@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
@@ -10,8 +10,7 @@ from lightning_dist.advisor.candidate import Candidate, Estimate, Memory
 from lightning_dist.advisor.cluster import Cluster
 from lightning_dist.advisor.estimator import Estimator
 from lightning_dist.advisor.profile import Checkpointing, ModelProfile
-from lightning_dist.advisor.schedules import candidates as schedules
-from lightning_dist.advisor.schedules import refusal
+from lightning_dist.advisor.schedules import candidates, refusal
 from lightning_dist.advisor.words import gigabytes, seconds
 from lightning_dist.layout import ParallelLayout
 
@@ -82,7 +81,10 @@ def divisors(number: int) -> list[int]:
 
 
 class _Finder:
-    def __init__(self, profile: ModelProfile, cluster: Cluster, global_batch: int) -> None:
+    def __init__(
+        self, profile: ModelProfile, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None
+    ) -> None:
+        self.schedules = candidates(schedules)
         self.profile, self.cluster, self.global_batch = profile, cluster, global_batch
         self.estimator = Estimator(profile, cluster)
         self.result = Search()
@@ -204,7 +206,7 @@ class _Finder:
         """Seconds that no setting of this mesh can beat: computing, its exchange, and the smallest bubble."""
         local = self.global_batch // mesh.data
         parts = {"compute": float("inf")}
-        for schedule in schedules() if mesh.pipeline > 1 else [None]:
+        for schedule in self.schedules if mesh.pipeline > 1 else [None]:
             name = schedule.name if schedule is not None else None
             if schedule is not None and mesh.pipeline * schedule.stages_per_rank > self.profile.chain_length:
                 continue
@@ -280,7 +282,7 @@ class _Finder:
         """Shard size, ZeRO stage and expert size, each with the microbatches to try, the smallest first."""
         local = self.global_batch // mesh.data
         sizes = [size for size in divisors(local) if size & (size - 1) == 0 or size == local]
-        for schedule in schedules() if mesh.pipeline > 1 else [None]:
+        for schedule in self.schedules if mesh.pipeline > 1 else [None]:
             if schedule is not None and mesh.pipeline * schedule.stages_per_rank > self.profile.chain_length:
                 continue
             runs: list[tuple[str | None, int]] = []
@@ -408,11 +410,19 @@ def memory_rejection(kind: str, candidate: Candidate, memory: Memory, cluster: C
     )
 
 
-def search(profile: ModelProfile, cluster: Cluster, global_batch: int) -> Search:
+def search(
+    profile: ModelProfile, cluster: Cluster, global_batch: int, schedules: Sequence[str] | None = None
+) -> Search:
     """Finds the layouts of all the cluster's devices that fit, and why the others are not among them.
 
     Meshes are taken in the order of a lower bound on their step; one whose bound is clearly above the best step found
     is cut with all its settings. Of the checkpointing modes only the first that fits is predicted, since each is slower
     than the one before.
+
+    Args:
+        profile: The model.
+        cluster: The devices, all of which are used.
+        global_batch: Samples of an optimizer step.
+        schedules: Pipeline schedules to look at; None is all.
     """
-    return _Finder(profile, cluster, global_batch).run()
+    return _Finder(profile, cluster, global_batch, schedules).run()
