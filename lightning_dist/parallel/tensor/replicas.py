@@ -8,7 +8,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
-from torch.distributed.tensor import DTensor
+from torch.distributed.tensor import DTensor, Replicate
 
 from lightning_dist.parallel.tensor.collectives import all_gather_single
 
@@ -21,7 +21,8 @@ def sum_replicated_gradients(parameters: Iterable[Tensor]) -> None:
     optimizer still steps right, with a collective for each use. Call it once per optimizer step, before gradients are
     unscaled, measured or clipped.
 
-    Collectives: one all-reduce over the tensor group for each dtype (none if no gradient is partial).
+    Collectives: one all-reduce over the tensor group for each dtype (none if no gradient is partial); one more for each
+    cut matrix whose gradient torch left in another layout.
 
     Args:
         parameters: This rank's parameters.
@@ -29,22 +30,24 @@ def sum_replicated_gradients(parameters: Iterable[Tensor]) -> None:
     partial: dict[tuple[DeviceMesh, int, torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
         gradient = parameter.grad
-        if isinstance(gradient, DTensor):
-            for axis, placement in enumerate(gradient.placements):
-                if placement.is_partial():
-                    key = (gradient.device_mesh, axis, gradient.dtype, gradient.device)
-                    partial.setdefault(key, []).append(parameter)
+        if not isinstance(gradient, DTensor) or not isinstance(parameter, DTensor):
+            continue
+        axes = [axis for axis, placement in enumerate(gradient.placements) if placement.is_partial()]
+        if len(axes) == 1 and parameter.placements[axes[0]].is_replicate():
+            key = (gradient.device_mesh, axes[0], gradient.dtype, gradient.device)
+            partial.setdefault(key, []).append(parameter)
+        elif gradient.placements != parameter.placements:
+            # Blocks on DTensors: torch may leave the gradient of a cut matrix as a sum, too.
+            parameter.grad = gradient.redistribute(placements=parameter.placements)
     for (mesh, axis, _, _), same in partial.items():
         parts = [parameter.grad.to_local() for parameter in same]  # type: ignore[union-attr]
         joined = torch.cat([part.reshape(-1) for part in parts])
         dist.all_reduce(joined, group=mesh.get_group(axis))
         for parameter, total in zip(same, joined.split([part.numel() for part in parts]), strict=True):
             gradient = parameter.grad
-            assert isinstance(gradient, DTensor) and isinstance(parameter, DTensor)
+            assert isinstance(gradient, DTensor)
             placements = list(gradient.placements)
-            placements[axis] = parameter.placements[axis]
-            if not placements[axis].is_replicate():
-                raise RuntimeError(f"A gradient is a partial sum over {mesh}, but its parameter is {placements[axis]}.")
+            placements[axis] = Replicate()
             parameter.grad = DTensor.from_local(
                 total.view(gradient.to_local().shape),
                 mesh,

@@ -137,3 +137,40 @@ def steps():
 def test_a_modules_steps_may_use_its_layers_directly(pool):
     for difference, name in pool.run(steps, 2):
         assert difference <= 1e-6, name  # the sharded loss is computed in float32
+
+
+class TiedByHand(torch.nn.Module):
+    """A head that is the embedding's matrix, used from outside of the embedding."""
+
+    def __init__(self):
+        super().__init__()
+        torch.manual_seed(0)
+        self.embed = torch.nn.Embedding(20, 8)
+        self.up, self.down = torch.nn.Linear(8, 12), torch.nn.Linear(12, 8)
+        self.double()
+
+    def forward(self, ids, labels):
+        x = self.embed(ids)
+        x = x + self.down(torch.relu(self.up(x)))
+        logits = torch.nn.functional.linear(x, self.embed.weight)
+        return torch.nn.functional.cross_entropy(logits.flatten(0, 1), labels.flatten())
+
+
+def tied_by_hand(embedding):
+    ids = torch.arange(12).view(3, 4)
+    reference, network = TiedByHand(), TiedByHand()
+    mesh = ParallelLayout.parse("tp=2").resolve(2).build_mesh("cpu")
+    plan = {"": "global_shapes", "embed": embedding, "up": "colwise", "down": "rowwise"}
+    apply_tensor_parallel(network, mesh, plan)
+    losses = [each(ids, ids + 1) for each in (reference, network)]
+    for loss in losses:
+        loss.backward()
+    sum_replicated_gradients(network.parameters())
+    return abs(losses[0].item() - losses[1].item()), worst_difference(gradients(reference), gradients(network))
+
+
+@pytest.mark.parametrize("embedding", ["replicate", "embedding_rowwise", "embedding_colwise"])
+def test_a_matrix_used_from_outside_of_its_module(pool, embedding):
+    for loss, (gradient, name) in pool.run(tied_by_hand, 2, embedding):
+        assert loss <= 1e-12
+        assert gradient <= 1e-9, name
