@@ -381,6 +381,7 @@ def scaler_that_does_not_agree(patch):
     patch.setattr(FairScaleShardedStrategy, "precision_plugin", L.pytorch.strategies.DDPStrategy.precision_plugin)
 
 
+@pytest.mark.slow
 def test_16_mixed_with_a_scaler_of_each_rank_breaks(pool):
     with pytest.raises((WorkerError, TimeoutError)):
         fit(
@@ -506,6 +507,7 @@ def test_a_file_that_is_not_there_is_an_error_on_all_ranks(pool, tmp_path):
     assert {failure.rank for failure in caught.value.failures} == {0, 1}
 
 
+@pytest.mark.slow
 def test_a_checkpoint_of_another_module_is_an_error_on_all_ranks(pool, tmp_path):
     fit(pool, 2, Classifier, data(8), 2, save_as=tmp_path / "one_group.ckpt")
     with pytest.raises(WorkerError, match=r"parameter groups of \[22\] tensors, this one of \[18, 4\]") as caught:
@@ -693,23 +695,6 @@ def test_refused_arguments(kwargs, message):
         FairScaleShardedStrategy(**kwargs)
 
 
-class WithLBFGS(Classifier):
-    def configure_optimizers(self):
-        return torch.optim.LBFGS(self.parameters())
-
-
-class OfTwoTypes(Classifier):
-    def configure_optimizers(self):
-        self.model.head.float()
-        return super().configure_optimizers()
-
-
-class WithSparseGradients(Classifier):
-    def __init__(self):
-        super().__init__()
-        self.table = nn.Embedding(3, 3, sparse=True)
-
-
 class InTwoOptimizers(Classifier):
     def __init__(self):
         super().__init__()
@@ -729,12 +714,10 @@ class ReplacesMemory(Classifier):
         self.model.head.weight.data = self.model.head.weight.data.clone()
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("factory", "message"),
     [
-        (WithLBFGS, "LBFGS works on all parameters at once"),
-        (OfTwoTypes, "parameters of torch.float32, torch.float64 on cpu"),
-        (WithSparseGradients, "table: sparse gradients can't be sharded"),
         (InTwoOptimizers, "model.head.weight, model.head.bias: a parameter that is in two optimizers"),
         (AddsAGroup, "A parameter group can't be added after"),
         (ReplacesMemory, "memory of a parameter was replaced"),
@@ -746,11 +729,13 @@ def test_refused_on_all_ranks(pool, factory, message):
     assert {failure.rank for failure in caught.value.failures} == {0, 1}
 
 
+@pytest.mark.slow
 def test_ranks_that_reduce_different_parameters_are_named(pool):
     with pytest.raises(WorkerError, match=r"next gradient to reduce: (rank|the ranks differ)"):
         fit(pool, 2, modules.Divergent, data(24), 2, patience=3.0, timeout=30)
 
 
+@pytest.mark.slow
 def test_a_gradient_of_an_earlier_batch_only_is_named(pool):
     with pytest.raises(WorkerError, match=r"gradients of model.blocks.1.norm.weight, .* were not reduced"):
         fit(pool, 2, modules.UsedEarlyOnly, data(24), 2, accumulate_grad_batches=2)
