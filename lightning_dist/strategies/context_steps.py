@@ -42,7 +42,8 @@ class ContextSteps:
             )
         self._context = ContextParallel(mesh)
         self._sequence_dims = plan.sequence_dims
-        prepare_network(network, self._context)
+        tensor_size = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
+        prepare_network(network, self._context, tensor_parallel_size=tensor_size)
 
     def train(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """Runs a training step on this rank's tokens; the loss it returns is that of the whole sequences.
