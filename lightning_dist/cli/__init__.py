@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.plan import plan
 from lightning_dist.cli.verify import verify
 
@@ -17,6 +18,7 @@ app = typer.Typer(
     pretty_exceptions_enable=False,
 )
 app.command()(plan)
+app.command()(doctor)
 app.command()(verify)
 
 
