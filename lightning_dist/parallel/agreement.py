@@ -27,7 +27,7 @@ def agree(store: dist.Store, topic: str, value: str, rank: int, ranks: list[int]
 
     Args:
         store: The store that all ranks share.
-        topic: What is agreed on, unique for each occasion (a running number belongs into it).
+        topic: What is agreed on. It may come up again: the store counts how often each rank has come to it.
         value: What this rank has.
         rank: This rank.
         ranks: All ranks that take part.
@@ -36,11 +36,13 @@ def agree(store: dist.Store, topic: str, value: str, rank: int, ranks: list[int]
     Raises:
         DisagreementError: Naming each value and the ranks that have it, or the ranks that did not come.
     """
-    store.set(f"{topic}/{rank}", value)
+    # A second Trainer, or call of one, meets the topics of the first in the same store.
+    occasion = store.add(f"{topic}/occasions of {rank}", 1)
+    store.set(f"{topic}/{occasion}/{rank}", value)
     deadline = time.monotonic() + timeout
     values: dict[int, str] = {}
     for other in ranks:
-        key = f"{topic}/{other}"
+        key = f"{topic}/{occasion}/{other}"
         if _wait(store, key, deadline):
             values[other] = store.get(key).decode()
         elif store.check([CRASH_KEY]):
