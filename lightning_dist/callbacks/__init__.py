@@ -1,5 +1,6 @@
 """Lightning Callback classes: settings and short hooks that call what ``telemetry`` and ``checkpoint`` do."""
 
+from lightning_dist.callbacks.pipeline_drawing import PipelineDrawing
 from lightning_dist.callbacks.weight_averaging import ShardedWeightAveraging
 
-__all__ = ["ShardedWeightAveraging"]
+__all__ = ["PipelineDrawing", "ShardedWeightAveraging"]

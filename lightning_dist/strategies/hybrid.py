@@ -36,6 +36,7 @@ from lightning_dist.parallel.pipeline import PipelineRunner, RandomStreams, plan
 from lightning_dist.parallel.pipeline.checks import find_refusal
 from lightning_dist.parallel.pipeline.costs import module_costs
 from lightning_dist.parallel.pipeline.placement import find_schedule
+from lightning_dist.parallel.pipeline.timings import Action
 from lightning_dist.parallel.pipeline.trace import Tracer
 from lightning_dist.parallel.tensor import sharded_loss, sum_replicated_gradients
 from lightning_dist.plan import ModelPlan, expand_names
@@ -150,6 +151,12 @@ class HybridParallelStrategy(ParallelStrategy):
         if microbatches != "auto" and (not _whole(microbatches) or microbatches < 1):
             raise ValueError(
                 f"microbatches={microbatches!r} does not fit: give a whole number of at least 1, or 'auto'."
+            )
+        if sizes.pipeline > 1 and activation_checkpointing == "selective" and schedule.splits_backward:
+            raise ValueError(
+                f"activation_checkpointing='selective' does not fit pipeline_schedule={pipeline_schedule!r}: torch"
+                " computes a selectively checkpointed region again once only, and this schedule goes backward in two"
+                " parts; use 'full' or 'none', or one of GPipe, 1F1B, Interleaved1F1B."
             )
         if sizes.pipeline > 1 and reshard_after_forward is not False and reshard_after_forward != "auto":
             if schedule.splits_backward:
@@ -331,11 +338,6 @@ class HybridParallelStrategy(ParallelStrategy):
             with _compat.optimizers_of_nothing():
                 self.setup_optimizers(trainer)
             self._seed_by_data_rank()
-            if self._pipeline is not None and len(self.optimizers) > 1:
-                raise ValueError(
-                    f"configure_optimizers made {len(self.optimizers)} optimizers, which need manual optimization, and"
-                    " a pipeline can't run that; use one optimizer with several parameter groups, or another layout."
-                )
         self.setup_precision_plugin()
 
     def _seed_by_data_rank(self) -> None:
@@ -721,6 +723,18 @@ class HybridParallelStrategy(ParallelStrategy):
     def _evaluate_stages(self, pipeline: PipelineSteps, method: str, batch: Any, *rest: Any) -> Any:
         with getattr(self.precision_plugin, f"{EVALUATIONS[method]}_step_context")():
             return pipeline.evaluate(EVALUATIONS[method], method, batch, rest, self._own_weight)
+
+    def measure_schedule(self) -> None:
+        """Has the times of the pipeline's next batch noted; to be called on all ranks."""
+        if self._pipeline is not None:
+            self._pipeline.runner.measure_next()
+
+    def measured_schedule(self) -> list[list[Action]]:
+        """What each rank of this rank's pipeline did in the measured batch; nothing without a pipeline.
+
+        Collectives: an all-gather over the pipeline's CPU group.
+        """
+        return self._pipeline.runner.measured() if self._pipeline is not None else []
 
     def on_validation_start(self) -> None:
         self._evaluation.begin()

@@ -58,7 +58,7 @@ class PipelineSteps:
             )
         self._module = module
         self._pipeline = pipeline
-        self._runner = runner
+        self.runner = runner
         self._tracer: Tracer | None = tracer
         self._data_mesh = data_mesh
         self._shared = shared
@@ -89,29 +89,29 @@ class PipelineSteps:
         Returns:
             What ``training_step`` would have returned for the whole batch, without a graph, on every rank.
         """
-        parts = self._runner.split(batch)
+        parts = self.runner.split(batch)
         weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
         loss_weights.add(sum(weights), device)
         scales = [loss_weights.factor(weight) * scale for weight in weights]
-        recorder = LogRecorder(self._module, parts.sizes, weights, self._runner.has_last_stage)
+        recorder = LogRecorder(self._module, parts.sizes, weights, self.runner.has_last_stage)
         step = self._step("training_step", rest, recorder)
         self._refuse(parts, "training_step", rest)
         metrics = BatchMetrics(self._module)
         with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder, metrics):
-            outputs = self._runner.train(
+            outputs = self.runner.train(
                 parts, step, scales=scales, step_index=self._count("train"), reduce_gradients=exchange
             )
         return self._everywhere(outputs, parts, weights, recorder, metrics)
 
     def evaluate(self, kind: str, method: str, batch: Any, rest: tuple[Any, ...], weight_of: WeightOf | None) -> Any:
         """Runs a batch forward and returns what the step would have returned for all of it, on every rank."""
-        parts = self._runner.split(batch)
+        parts = self.runner.split(batch)
         weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
-        recorder = LogRecorder(self._module, parts.sizes, weights, self._runner.has_last_stage)
+        recorder = LogRecorder(self._module, parts.sizes, weights, self.runner.has_last_stage)
         self._refuse(parts, method, rest)
         metrics = BatchMetrics(self._module)
         with self._recorded(recorder, metrics):
-            outputs = self._runner.evaluate(
+            outputs = self.runner.evaluate(
                 parts, self._step(method, rest, recorder), kind=kind, step_index=self._count(kind)
             )
         return self._everywhere(outputs, parts, weights, recorder, metrics)
@@ -132,8 +132,8 @@ class PipelineSteps:
         sum_shared_gradients(
             self._pipeline.ownership,
             dict(self._module.named_parameters()),
-            self._runner.group,
-            self._runner.control_group,
+            self.runner.group,
+            self.runner.control_group,
         )
 
     def holders(self, world_size: int) -> Callable[[Tensor], int]:
@@ -206,7 +206,7 @@ class PipelineSteps:
                 "logged": logged,
                 "metrics": metrics.changes(),
             }
-        payload = self._runner.share(payload)
+        payload = self.runner.share(payload)
         if outputs is None:
             apply_changes(self._module, payload["metrics"])
         for name, entry in payload["logged"].items():

@@ -29,6 +29,7 @@ from lightning_dist.parallel.pipeline.placement import choose_microbatches, fit_
 from lightning_dist.parallel.pipeline.random_streams import RandomStreams
 from lightning_dist.parallel.pipeline.results import share
 from lightning_dist.parallel.pipeline.stage import BoundaryStage
+from lightning_dist.parallel.pipeline.timings import Action, ActionClock
 
 MOST_SCHEDULES = 16
 """How many prepared schedules (one for each number of microbatches, training or not) are kept; they hold no tensors."""
@@ -111,6 +112,8 @@ class PipelineRunner:
         self._schedules: OrderedDict[tuple[str, int], Any] = OrderedDict()
         self._batch: _Batch | None = None
         self._reduce_gradients = True
+        self._clock: ActionClock | None = None
+        self._measure_next = False
         self._statistics = BatchStatistics(pipeline.stages)
         self._rank = pipeline.dispatcher.rank
         # torch's schedules know a loop only forwards and a V; a loop laid backwards is the same with ranks renamed.
@@ -181,6 +184,20 @@ class PipelineRunner:
         """Gives every rank of the pipeline what the rank with the last stage has; see `results.share`."""
         return share(value, self.plan.last_rank, self.group, self.control_group, self._device)
 
+    def measure_next(self) -> None:
+        """Has the times of the next batch's actions noted, for `measured`; all ranks must ask for it together."""
+        self._measure_next = True
+
+    def measured(self) -> list[list[Action]]:
+        """What each pipeline rank did in the batch that was measured, their clocks set together at its beginning.
+
+        Collectives: an all-gather of the times on ``control_group``.
+        """
+        everyone: list[Any] = [None] * self.plan.num_ranks
+        dist.all_gather_object(everyone, self._clock.actions() if self._clock else [], group=self.control_group)
+        self._clock = None
+        return everyone
+
     def _run(
         self, microbatches: Microbatches, step: Step, kind: str, training: bool, scales: Sequence[Any], step_index: int
     ) -> list[Any] | None:
@@ -195,6 +212,9 @@ class PipelineRunner:
         if training and self.has_last_stage:
             arguments.update(target=index, losses=[])
         outputs = self._batch.outputs
+        if self._measure_next:
+            dist.barrier(group=self.control_group)
+            self._clock, self._measure_next = ActionClock(self._device), False
         try:
             with ExitStack() as stack:
                 stack.enter_context(_without_drawings())
@@ -240,6 +260,7 @@ class PipelineRunner:
                 self._group_rank_of,
                 self._book,
                 lambda: self._reduce_gradients,
+                lambda: self._clock,
             )
             for stage in self.stages
         ]

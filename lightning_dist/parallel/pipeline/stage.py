@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
+from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import torch
@@ -13,6 +14,7 @@ from torch.distributed.pipelining import PipelineStage
 from lightning_dist import _compat
 from lightning_dist.parallel.pipeline.boundary import MOST_SIGNATURES, BoundaryBook
 from lightning_dist.parallel.pipeline.split_backward import can_split
+from lightning_dist.parallel.pipeline.timings import ActionClock, Kind
 
 
 class StageModule(nn.Module):
@@ -60,6 +62,7 @@ class BoundaryStage(PipelineStage):
         group_rank_of: The rank in ``group`` of each place in torch's schedules.
         book: What crosses the boundaries.
         reduce_gradients: Asked at the end of each batch: whether gradients are exchanged over the data ranks now.
+        clock: Asked at each action: what notes its times, or None.
     """
 
     def __init__(
@@ -72,6 +75,7 @@ class BoundaryStage(PipelineStage):
         group_rank_of: Sequence[int],
         book: BoundaryBook,
         reduce_gradients: Callable[[], bool],
+        clock: Callable[[], ActionClock | None],
     ) -> None:
         nothing = torch.empty(0, device=device)  # given so that torch infers nothing; replaced for every microbatch
         super().__init__(module, module.index, num_stages, device, input_args=nothing, output_args=nothing, group=group)
@@ -79,8 +83,13 @@ class BoundaryStage(PipelineStage):
         self._group_rank_of = group_rank_of
         self._book = book
         self._reduce_gradients = reduce_gradients
+        self._clock = clock
         self._weights_done: set[int] = set()
         self._splits: dict[Any, bool] = {}
+
+    def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
+        clock = self._clock()
+        return clock.measure(kind, self.stage_index, microbatch) if clock is not None else nullcontext()
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
         assert self.group is not None
@@ -126,7 +135,8 @@ class BoundaryStage(PipelineStage):
         return super().get_fwd_send_ops(fwd_chunk_id)
 
     def forward_one_chunk(self, fwd_chunk_id: int, *args: Any, **kwargs: Any) -> Any:
-        output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
+        with self._measured("forward", fwd_chunk_id):
+            output = super().forward_one_chunk(fwd_chunk_id, *args, **kwargs)
         if not self.has_backward:
             # Nothing will ask for the inputs again, and the output only as far as it is still to be sent.
             self.args_recv_info[fwd_chunk_id] = ()
@@ -169,7 +179,8 @@ class BoundaryStage(PipelineStage):
         if not full_backward and not self.is_first and not self._can_split(bwd_chunk_id, loss):
             self._weights_done.add(bwd_chunk_id)
             full_backward = True
-        super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
+        with self._measured("backward" if full_backward or self.is_first else "input", bwd_chunk_id):
+            super().backward_one_chunk(bwd_chunk_id, loss, full_backward, last_backward)
         self.grad_recv_info[bwd_chunk_id] = ()
 
     def _can_split(self, microbatch: int, loss: Tensor | None) -> bool:
@@ -185,7 +196,8 @@ class BoundaryStage(PipelineStage):
         if bwd_chunk_id in self._weights_done:
             self._weights_done.discard(bwd_chunk_id)
             return
-        super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
+        with self._measured("weights", bwd_chunk_id):
+            super().backward_weight_one_chunk(bwd_chunk_id, last_backward)
         # torch keeps a placeholder for each microbatch of the batch
         self.dw_runner.pop(bwd_chunk_id, None)
 
