@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 from typing import Any
 
 from lightning_dist.advisor.profile import Checkpointing
@@ -173,14 +173,12 @@ class Assumptions:
         bandwidth: On both links.
         latency: On both links.
         overlap: The part of computing behind which exchange of parameters and gradients can hide.
-        activations: On bytes of activations.
     """
 
     rate: float = 1.0
     bandwidth: float = 1.0
     latency: float = 1.0
     overlap: float = 0.9
-    activations: float = 1.0
 
 
 @dataclass(frozen=True)
@@ -201,4 +199,3 @@ class Estimate:
     low: float = 0.0
     high: float = 0.0
     dominating: str = ""
-    notes: tuple[str, ...] = field(default_factory=tuple)

@@ -143,14 +143,14 @@ class Estimator:
 
     # --- memory ------------------------------------------------------------------------------------------------------
 
-    def memory(self, candidate: Candidate, assumptions: Assumptions = NOMINAL) -> Memory:
+    def memory(self, candidate: Candidate) -> Memory:
         """Bytes of the pipeline rank that holds the most."""
         layout = candidate.layout
         ranks = self._fullest(layout.pipeline, candidate.schedule)
-        each = (self._memory_of(candidate, index, rank, assumptions) for index, rank in ranks)
+        each = (self._memory_of(candidate, index, rank) for index, rank in ranks)
         return max(each, key=lambda memory: memory.total)
 
-    def _memory_of(self, candidate: Candidate, index: int, rank: RankProfile, assumptions: Assumptions) -> Memory:
+    def _memory_of(self, candidate: Candidate, index: int, rank: RankProfile) -> Memory:
         layout, precision = candidate.layout, self.profile.precision
         tensor, spread = layout.tensor, layout.shard_size * layout.context
         shards = layout.shard_size
@@ -183,7 +183,7 @@ class Estimator:
         if candidate.schedule is not None:
             schedule = SCHEDULES[candidate.schedule]
             held = held_microbatches(schedule, layout.pipeline, index, candidate.microbatches)
-        samples = candidate.samples / layout.context * assumptions.activations
+        samples = candidate.samples / layout.context
         kept = rank.total.activations(candidate.checkpointing).over(tensor) * samples * held
         working = 2 * rank.total.largest.over(tensor) * samples
         if candidate.checkpointing != "none":

@@ -81,9 +81,18 @@ def plan(
         )
         holdings = None
         if dry_run and advice.recommended is not None:
+            import torch
+
             from lightning_dist.advisor.dry_run import hold
 
-            holdings = hold(factory, advice.recommended.candidate, rank, sends=advice.recommended.time)
+            own = {"64-true": torch.float64, "bf16-true": torch.bfloat16, "16-true": torch.float16}
+            holdings = hold(
+                factory,
+                advice.recommended.candidate,
+                rank,
+                sends=advice.recommended.time,
+                dtype=own.get(precision, torch.float32),
+            )
     except ValueError as error:
         _refuse(str(error))
     if json:
