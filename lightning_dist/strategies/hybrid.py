@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 import os
-from collections.abc import Callable, Generator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
 from functools import partial
 from typing import Any, Literal
@@ -32,7 +32,7 @@ from lightning_dist.parallel.apply import ParallelModule, ParallelSettings, para
 from lightning_dist.parallel.expert import experts_within, find_experts, update_expert_biases
 from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
 from lightning_dist.parallel.path_check import PathCheck
-from lightning_dist.parallel.pipeline import PipelineRunner, RandomStreams, plan_pipeline
+from lightning_dist.parallel.pipeline import AttachedPipeline, PipelineRunner, RandomStreams, plan_pipeline
 from lightning_dist.parallel.pipeline.checks import find_refusal
 from lightning_dist.parallel.pipeline.costs import module_costs
 from lightning_dist.parallel.pipeline.placement import find_schedule
@@ -363,6 +363,8 @@ class HybridParallelStrategy(ParallelStrategy):
                     f" {self.layout} with {self._settings}. Make a new module and load a checkpoint."
                 )
             self._parallel_module = earlier
+            if earlier.pipeline is not None and self._pipeline is None:
+                self._drive_stages(module, earlier.pipeline)
             return
         plan = self._plan
         if plan is None and callable(getattr(module, "parallel_plan", None)):
@@ -447,19 +449,36 @@ class HybridParallelStrategy(ParallelStrategy):
             stage_group=self._stage_group,
             shared=shared,
         )
-        assert made.pipeline is not None and self._pipeline_control_group is not None
+        assert made.pipeline is not None
+        self._drive_stages(module, made.pipeline, tracer, shared)
+        return made
+
+    def _drive_stages(
+        self,
+        module: LightningModule,
+        pipeline: AttachedPipeline,
+        tracer: Tracer | None = None,
+        shared: Sequence[str] = (),
+    ) -> None:
+        """Makes the runner of this rank's stages; without a tracer where an earlier Trainer has traced the module."""
+        schedule = find_schedule(self._schedule)
+        if pipeline.plan.schedule != schedule:
+            raise ValueError(
+                f"The module was cut for pipeline_schedule={pipeline.plan.schedule.name!r} before; it can't run under"
+                f" {schedule.name!r}. Make a new module and load a checkpoint."
+            )
+        assert self._pipeline_control_group is not None
         coordinate = self.layout.data_coordinate(self.global_rank)
         seed = self.broadcast(torch.initial_seed())
         runner = PipelineRunner(
-            made.pipeline,
+            pipeline,
             self.device_mesh["pipeline"].get_group(),
             self._pipeline_control_group,
             self.root_device,
             streams=RandomStreams(seed, coordinate, self.root_device),
             microbatches=self._microbatches,
         )
-        self._pipeline = PipelineSteps(module, made.pipeline, runner, tracer, self._data_mesh, shared)
-        return made
+        self._pipeline = PipelineSteps(module, pipeline, runner, tracer, self._data_mesh, shared)
 
     @property
     def _data_mesh(self) -> DeviceMesh | None:

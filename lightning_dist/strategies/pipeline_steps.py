@@ -36,7 +36,8 @@ class PipelineSteps:
         module: The module, with the pipeline attached.
         pipeline: What was attached.
         runner: Drives this rank's stages.
-        tracer: A copy of the whole module, traced with the first batch to refuse what no pipeline can do.
+        tracer: A copy of the whole module, traced with the first batch to refuse what no pipeline can do; None where
+            that has been done.
         data_mesh: Mesh of the data axes, or None.
         shared: Full names of parameters that every stage has by the plan.
     """
@@ -46,7 +47,7 @@ class PipelineSteps:
         module: LightningModule,
         pipeline: AttachedPipeline,
         runner: PipelineRunner,
-        tracer: Tracer,
+        tracer: Tracer | None,
         data_mesh: DeviceMesh | None,
         shared: Sequence[str],
     ) -> None:
@@ -59,7 +60,7 @@ class PipelineSteps:
         self._module = module
         self._pipeline = pipeline
         self.runner = runner
-        self._tracer: Tracer | None = tracer
+        self._tracer = tracer
         self._data_mesh = data_mesh
         self._shared = shared
         self._gradients: list[Tensor | None] = []

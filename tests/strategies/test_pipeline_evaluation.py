@@ -94,3 +94,21 @@ def predict_ids(layout):
 
 def test_predictions_keep_the_order_of_samples(pool):
     assert pool.run(predict_ids, 2, "pp=2", init_process_group=False) == [[[0, 1, 2, 3], [4, 5, 6, 7], [8]]] * 2
+
+
+def two_trainers(layout):
+    """One Trainer after the other with the same module."""
+    module, got = make(Evaluated), []
+    for _ in range(2):
+        run = single() if layout is None else trainer(layout, use_distributed_sampler=False)
+        run.fit(module, DataLoader(data(16), 4))
+        got += (single() if layout is None else trainer(layout)).validate(module, DataLoader(data(5), 4), verbose=False)
+    return got, full_state(module)
+
+
+def test_a_module_goes_from_one_trainer_to_the_next(pool):
+    wanted, weights = two_trainers(None)
+    results = pool.run(two_trainers, 2, "pp=2", init_process_group=False, timeout=120)
+    for got, _ in results:
+        assert got == [pytest.approx(one, rel=1e-9) for one in wanted]
+    assert worst({**results[0][1], **results[1][1]}, weights) < 1e-9

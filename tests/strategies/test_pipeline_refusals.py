@@ -304,6 +304,6 @@ def test_arguments_are_refused_before_any_process_meets():
     with pytest.raises(ValueError, match="torch computes wrong gradients when parameters are freed"):
         settings = {"pipeline_schedule": "ZBVZeroBubble", "reshard_after_forward": True}
         trainer("pp=2,shard=2", strategy_kwargs=settings)
-    with pytest.raises(ValueError, match="activation_checkpointing='selective' does not fit .* 'full' or 'none'"):
+    with pytest.raises(ValueError, match=r"activation_checkpointing='selective' does not fit .* 'full' or 'none'"):
         settings = {"pipeline_schedule": "DualPipeV", "activation_checkpointing": "selective"}
         trainer("pp=2", strategy_kwargs=settings)
