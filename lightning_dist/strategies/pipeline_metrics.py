@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import operator
 from collections.abc import Generator, Sequence
 from contextlib import contextmanager
 from typing import Any
@@ -16,7 +17,7 @@ _COUNTERS = ("_update_count", "_computed", "_forward_cache", "_to_sync", "_shoul
 
 
 class BatchMetrics:
-    """Finds what a batch did to the metric objects, so that every rank can have them as the last stage has.
+    """Finds what each batch did to the metric objects, so that every rank can have them as the last stage has.
 
     A metric that is called keeps what it has seen of the batch beside what it has seen of the epoch, for no call of a
     microbatch returns the batch's value; no predictions are held for it.
@@ -27,7 +28,9 @@ class BatchMetrics:
 
     def __init__(self, module: nn.Module) -> None:
         self._module = module
-        self._metrics = {name: inner for name, inner in module.named_modules() if isinstance(inner, Metric)}
+        self._children: list[nn.Module | None] = []
+        self._metrics: dict[str, Metric] = {}
+        self._collections: list[MetricCollection] = []
         self._of_batch: dict[int, State] = {}
         self._before: dict[str, tuple[int, dict[str, Any]]] = {}
         self._busy = False
@@ -35,6 +38,8 @@ class BatchMetrics:
     @contextmanager
     def watch(self) -> Generator[None, None, None]:
         """Runs a batch inside."""
+        self._find()
+        self._of_batch.clear()
         self._before = {
             name: (metric.update_count, _copied(metric.metric_state)) for name, metric in self._metrics.items()
         }
@@ -47,9 +52,8 @@ class BatchMetrics:
 
     def changes(self) -> dict[str, dict[str, Any]]:
         """The new state of each metric that the batch changed, by name; of lists only what has been added."""
-        for inner in self._module.modules():
-            if isinstance(inner, MetricCollection):
-                list(inner.items(copy_state=False))  # members of a compute group get the state of the updated one
+        for collection in self._collections:
+            list(collection.items(copy_state=False))  # members of a compute group get the state of the updated one
         changed = {}
         for name, metric in self._metrics.items():
             count, before = self._before[name]
@@ -71,6 +75,15 @@ class BatchMetrics:
             return metric.compute()
         finally:
             _put(of_epoch)
+
+    def _find(self) -> None:
+        """Looks for metrics where the module's children are others than before (a hook has made new metrics)."""
+        children = list(self._module._modules.values())
+        if len(children) == len(self._children) and all(map(operator.is_, children, self._children)):
+            return
+        self._children, named = children, list(self._module.named_modules())
+        self._metrics = {name: inner for name, inner in named if isinstance(inner, Metric)}
+        self._collections = [inner for _, inner in named if isinstance(inner, MetricCollection)]
 
     def _see(self, metric: Metric, args: Any, kwargs: Any) -> None:
         if self._busy:  # a metric inside another, which the outer one updates

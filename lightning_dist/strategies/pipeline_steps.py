@@ -63,6 +63,7 @@ class PipelineSteps:
         self._tracer = tracer
         self._data_mesh = data_mesh
         self._shared = shared
+        self._metrics = BatchMetrics(module)
         self._gradients: list[Tensor | None] = []
         self._batches: dict[str, int] = {}
 
@@ -97,12 +98,11 @@ class PipelineSteps:
         recorder = LogRecorder(self._module, parts.sizes, weights, self.runner.has_last_stage)
         step = self._step("training_step", rest, recorder)
         self._refuse(parts, "training_step", rest)
-        metrics = BatchMetrics(self._module)
-        with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder, metrics):
+        with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder):
             outputs = self.runner.train(
                 parts, step, scales=scales, step_index=self._count("train"), reduce_gradients=exchange
             )
-        return self._everywhere(outputs, parts, weights, recorder, metrics)
+        return self._everywhere(outputs, parts, weights, recorder)
 
     def evaluate(self, kind: str, method: str, batch: Any, rest: tuple[Any, ...], weight_of: WeightOf | None) -> Any:
         """Runs a batch forward and returns what the step would have returned for all of it, on every rank."""
@@ -110,12 +110,11 @@ class PipelineSteps:
         weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
         recorder = LogRecorder(self._module, parts.sizes, weights, self.runner.has_last_stage)
         self._refuse(parts, method, rest)
-        metrics = BatchMetrics(self._module)
-        with self._recorded(recorder, metrics):
+        with self._recorded(recorder):
             outputs = self.runner.evaluate(
                 parts, self._step(method, rest, recorder), kind=kind, step_index=self._count(kind)
             )
-        return self._everywhere(outputs, parts, weights, recorder, metrics)
+        return self._everywhere(outputs, parts, weights, recorder)
 
     def add_gradients(self) -> None:
         """Adds the gradients of the last batch to the parameters, where Lightning expects backward to do it."""
@@ -157,11 +156,11 @@ class PipelineSteps:
         return step
 
     @contextmanager
-    def _recorded(self, recorder: LogRecorder, metrics: BatchMetrics) -> Generator[None, None, None]:
+    def _recorded(self, recorder: LogRecorder) -> Generator[None, None, None]:
         before = self._module.__dict__.get("log")
         self._module.log = recorder  # type: ignore[assignment, method-assign]
         try:
-            with metrics.watch():
+            with self._metrics.watch():
                 yield
         finally:
             del self._module.__dict__["log"]
@@ -188,7 +187,6 @@ class PipelineSteps:
         parts: Microbatches,
         weights: Sequence[Tensor | float],
         recorder: LogRecorder,
-        metrics: BatchMetrics,
     ) -> Any:
         """Merges the microbatches' results on the rank with the last stage, and logs and returns them on all."""
         payload: Any = None
@@ -197,7 +195,7 @@ class PipelineSteps:
                 name: {
                     "value": entry.value,
                     "metric": entry.metric,
-                    "seen": metrics.value(self._metric(entry.metric)) if entry.metric else None,
+                    "seen": self._metrics.value(self._metric(entry.metric)) if entry.metric else None,
                     "arguments": entry.arguments,
                 }
                 for name, entry in recorder.values().items()
@@ -205,7 +203,7 @@ class PipelineSteps:
             payload = {
                 "output": merge_outputs(outputs, parts.sizes, weights),
                 "logged": logged,
-                "metrics": metrics.changes(),
+                "metrics": self._metrics.changes(),
             }
         payload = self.runner.share(payload)
         if outputs is None:

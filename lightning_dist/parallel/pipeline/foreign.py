@@ -77,12 +77,17 @@ def writes(name: str, kwargs: dict[str, Any]) -> bool:
 
 
 def first_foreign(values: Any) -> ForeignActivation | None:
-    """The first foreign activation in any nesting of values, or None."""
-    if isinstance(values, ForeignActivation):
+    """The first foreign activation in any nesting of values, or None. Asked at every call of a chain module."""
+    kind = type(values)
+    if kind is ForeignActivation:
         return values if hasattr(values, "origin") else None
     if isinstance(values, Tensor | str | int | float | None):
         return None
-    return next((leaf for leaf in pytree.tree_leaves(values) if isinstance(leaf, ForeignActivation)), None)
+    if kind is tuple or kind is list or kind is dict:
+        parts = values.values() if kind is dict else values
+        return next((found for part in parts if (found := first_foreign(part)) is not None), None)
+    leaves = pytree.tree_leaves(values)
+    return next((leaf for leaf in leaves if type(leaf) is ForeignActivation and hasattr(leaf, "origin")), None)
 
 
 class ForeignParameter(Tensor):

@@ -115,6 +115,7 @@ class PipelineRunner:
         self._clock: ActionClock | None = None
         self._measure_next = False
         self._statistics = BatchStatistics(pipeline.stages)
+        self._units = [unit for stage in self.stages for unit in stage.modules() if isinstance(unit, FSDPModule)]
         self._rank = pipeline.dispatcher.rank
         # torch's schedules know a loop only forwards and a V; a loop laid backwards is the same with ranks renamed.
         ranks = range(self.plan.num_ranks)
@@ -234,10 +235,8 @@ class PipelineRunner:
 
     def _free_gathered(self) -> None:
         """Frees what FSDP2 gathered: it must be gathered anew after the optimizer, or a loaded state, changed it."""
-        for stage in self.stages:
-            for unit in stage.modules():
-                if isinstance(unit, FSDPModule):
-                    unit.reshard()
+        for unit in self._units:
+            unit.reshard()
 
     def _schedule(self, name: str, number: int) -> Any:
         key = (name, number)
