@@ -15,6 +15,7 @@ from torch.distributed.fsdp import FSDPModule
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel import data, meta
 from lightning_dist.parallel.activation import ActivationCheckpointing, checkpoint_activations
+from lightning_dist.parallel.context import ContextParallel
 from lightning_dist.parallel.expert import apply_expert_parallel, build_expert_mesh, share_tokens
 from lightning_dist.parallel.pipeline import AttachedPipeline, PipelinePlan, attach_pipeline
 from lightning_dist.parallel.pipeline.ownership import equalise_shared
@@ -43,6 +44,8 @@ class ParallelModule:
         names: The names of the whole module's state, in its order, of which a pipeline rank has a part.
         pipeline: The pipeline that was attached, if any.
         tensor: What tensor parallelism did, if any.
+        context: The ranks that share each sequence, if any.
+        sequence_dims: The entries of a batch that they cut, and along which dimension.
     """
 
     layout: ParallelLayout
@@ -52,6 +55,8 @@ class ParallelModule:
     names: list[str] = field(default_factory=list)
     pipeline: AttachedPipeline | None = None
     tensor: TensorParallelReport | None = None
+    context: ContextParallel | None = None
+    sequence_dims: Mapping[str, int] | None = None
 
 
 def parallelise(

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Iterable
+from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
@@ -21,29 +21,35 @@ from lightning_dist.parallel.context import (
 from lightning_dist.plan import ModelPlan
 
 
+def prepare_context(network: nn.Module, plan: ModelPlan | None, mesh: DeviceMesh) -> ContextParallel:
+    """Lets the network attend over the ranks of the context axis; once for each network, before it is sharded.
+
+    Raises:
+        ValueError: If the plan does not say in ``sequence_dims`` what is cut.
+    """
+    if plan is None or not plan.sequence_dims:
+        raise ValueError(
+            f"context_parallel_size={mesh['context'].size()} needs ModelPlan.sequence_dims: the entries of a batch"
+            " that are cut along the sequence, for example ModelPlan(sequence_dims={'input_ids': 1, 'labels': 1});"
+            " give it as plan=, or return it from the module's parallel_plan()."
+        )
+    context = ContextParallel(mesh)
+    tensor_size = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
+    prepare_network(network, context, tensor_parallel_size=tensor_size)
+    return context
+
+
 class ContextSteps:
     """Runs a module's steps on this rank's part of the sequences.
 
     Args:
-        network: The network, before it is sharded.
-        plan: Says in ``sequence_dims`` which entries of a batch are cut, and along which dimension.
-        mesh: A mesh with an axis ``context``.
-
-    Raises:
-        ValueError: If the plan does not say so.
+        context: The ranks that share each sequence.
+        sequence_dims: The entries of a batch that are cut, and along which dimension.
     """
 
-    def __init__(self, network: nn.Module, plan: ModelPlan | None, mesh: DeviceMesh) -> None:
-        if plan is None or not plan.sequence_dims:
-            raise ValueError(
-                f"context_parallel_size={mesh['context'].size()} needs ModelPlan.sequence_dims: the entries of a batch"
-                " that are cut along the sequence, for example ModelPlan(sequence_dims={'input_ids': 1, 'labels': 1});"
-                " give it as plan=, or return it from the module's parallel_plan()."
-            )
-        self._context = ContextParallel(mesh)
-        self._sequence_dims = plan.sequence_dims
-        tensor_size = mesh["tensor"].size() if "tensor" in (mesh.mesh_dim_names or ()) else 1
-        prepare_network(network, self._context, tensor_parallel_size=tensor_size)
+    def __init__(self, context: ContextParallel, sequence_dims: Mapping[str, int]) -> None:
+        self._context = context
+        self._sequence_dims = sequence_dims
 
     def train(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """Runs a training step on this rank's tokens; the loss it returns is that of the whole sequences.

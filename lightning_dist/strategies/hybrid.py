@@ -6,6 +6,7 @@ import datetime
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -44,7 +45,7 @@ from lightning_dist.plan.chain import find_chain
 from lightning_dist.plan.huggingface import describe_missing_plan, find_tensor_plan
 from lightning_dist.plan.units import find_network, find_units
 from lightning_dist.strategies import module_checkpoint
-from lightning_dist.strategies.context_steps import ContextSteps
+from lightning_dist.strategies.context_steps import ContextSteps, prepare_context
 from lightning_dist.strategies.evaluation import Evaluation, uncounted
 from lightning_dist.strategies.logged_values import EpochAgreement, LogCheck
 from lightning_dist.strategies.pipeline_steps import PipelineSteps
@@ -365,14 +366,16 @@ class HybridParallelStrategy(ParallelStrategy):
             self._parallel_module = earlier
             if earlier.pipeline is not None and self._pipeline is None:
                 self._drive_stages(module, earlier.pipeline)
+            self._set_context(earlier)
             return
         plan = self._plan
         if plan is None and callable(getattr(module, "parallel_plan", None)):
             plan = module.parallel_plan()  # type: ignore[operator]
         units = find_units(module, plan)
         convert = self.precision_plugin.convert_module
+        context = None
         if self.layout.context > 1:
-            self._context = ContextSteps(find_network(module, plan)[1], plan, self.device_mesh)
+            context = prepare_context(find_network(module, plan)[1], plan, self.device_mesh)
         tensor_plan = self._tensor_plan(module, plan) if self.layout.tensor > 1 else None
         if self.layout.pipeline > 1:
             self._parallel_module = self._stages(module, units, plan or ModelPlan(), convert, tensor_plan)
@@ -391,7 +394,14 @@ class HybridParallelStrategy(ParallelStrategy):
                 roots=self._roots(module) if self.layout.data_size > 1 else [],
                 root_methods=[step for step in STEPS if is_overridden(step, module)],
             )
+        if context is not None and plan is not None:
+            self._parallel_module = replace(self._parallel_module, context=context, sequence_dims=plan.sequence_dims)
+        self._set_context(self._parallel_module)
         module.__dict__[STATE_NAME] = self._parallel_module
+
+    def _set_context(self, made: ParallelModule) -> None:
+        if made.context is not None and made.sequence_dims is not None:
+            self._context = ContextSteps(made.context, made.sequence_dims)
 
     def _experts(self, module: LightningModule, plan: ModelPlan | None) -> list[str]:
         """Full names of the modules that hold experts: the plan's, or those that are found."""

@@ -41,22 +41,26 @@ class Masked(LanguageModel):
         return ModelPlan(network="model", sequence_dims={"input_ids": 1, "attention_mask": 1, "labels": 1})
 
 
-def fit(layout, factory=Masked, samples=16, batch_size=4, **kwargs):
+def fit(layout, factory=Masked, samples=16, batch_size=4, trainers=1, **kwargs):
     module = make(factory)
-    run = trainer(layout, use_distributed_sampler=False, **kwargs)
-    dataset = Sequences(samples)
-    run.fit(module, DataLoader(dataset, batch_size, sampler=InOrder(dataset, run.strategy)))
+    for _ in range(trainers):
+        run = trainer(layout, use_distributed_sampler=False, **kwargs)
+        dataset = Sequences(samples)
+        run.fit(module, DataLoader(dataset, batch_size, sampler=InOrder(dataset, run.strategy)))
     return {"weights": full_state(module)}
 
 
-@pytest.mark.parametrize("layout", ["cp=2", "shard=2,cp=2", "cp=2,tp=2"])
-def test_weights_equal_one_process(pool, layout):
+@pytest.mark.parametrize(
+    ("layout", "trainers"),
+    [("cp=2", 1), ("shard=2,cp=2", 1), ("cp=2,tp=2", 1), pytest.param("cp=2", 2, id="two trainers")],
+)
+def test_weights_equal_one_process(pool, layout, trainers):
     """C09, C12: uneven masks, targets on both sides of the cut. Hugging Face takes its loss in float32."""
     world, data_ranks = sizes(layout)
     module = make(Masked).double()
     optimizer = module.configure_optimizers()
     dataset = Sequences(16)
-    for start in range(0, 16, 4 * data_ranks):
+    for start in [*range(0, 16, 4 * data_ranks)] * trainers:
         rows = slice(start, start + 4 * data_ranks)
         optimizer.zero_grad()
         module.loss(
@@ -64,7 +68,9 @@ def test_weights_equal_one_process(pool, layout):
         ).backward()
         nn.utils.clip_grad_norm_(module.parameters(), 0.3)
         optimizer.step()
-    results = pool.run(fit, world, layout, gradient_clip_val=0.3, init_process_group=False, timeout=120)
+    results = pool.run(
+        fit, world, layout, gradient_clip_val=0.3, trainers=trainers, init_process_group=False, timeout=120
+    )
     assert worst(merged(results), dict(module.state_dict())) < 1e-6
 
 
