@@ -42,7 +42,7 @@ from lightning_dist.parallel.pipeline.trace import Tracer
 from lightning_dist.parallel.tensor import sharded_loss, sum_replicated_gradients
 from lightning_dist.plan import ModelPlan, expand_names
 from lightning_dist.plan.chain import find_chain
-from lightning_dist.plan.huggingface import describe_missing_plan, find_tensor_plan
+from lightning_dist.plan.huggingface import complete_tensor_plan
 from lightning_dist.plan.units import find_network, find_units
 from lightning_dist.strategies import module_checkpoint
 from lightning_dist.strategies.context_steps import ContextSteps, prepare_context
@@ -422,11 +422,8 @@ class HybridParallelStrategy(ParallelStrategy):
     def _tensor_plan(self, module: LightningModule, plan: ModelPlan | None) -> dict[str, Any]:
         """The plan's styles, or those that are found, by names relative to the module."""
         prefix, network = find_network(module, plan)
-        written = plan.tensor if plan is not None else None
-        found = dict(written) if written is not None else find_tensor_plan(network)
-        if not found:
-            raise ValueError(describe_missing_plan(network))
-        return {f"{prefix}.{name}" if prefix else name: style for name, style in found.items()}
+        found = complete_tensor_plan(network, plan.tensor if plan is not None else None)
+        return {".".join(filter(None, (prefix, name))): style for name, style in found.items()}
 
     def _stages(
         self,

@@ -136,9 +136,7 @@ class ShardedLogits(LanguageModel):
     """The loss is computed outside of the network, on logits that stay cut along the vocabulary."""
 
     def parallel_plan(self):
-        from lightning_dist.plan.huggingface import find_tensor_plan
-
-        return ModelPlan(network="model", tensor={**find_tensor_plan(self.model), "lm_head": "loss_parallel"})
+        return ModelPlan(network="model", tensor={"lm_head": "loss_parallel"})
 
     def loss(self, batch):
         ids, _ = batch
