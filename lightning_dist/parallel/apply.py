@@ -70,7 +70,7 @@ def parallelise(
     convert: Callable[[nn.Module], nn.Module],
     tensor_plan: Mapping[str, Any] | None,
     experts: Sequence[str],
-    data_group: dist.ProcessGroup | None,
+    token_group: dist.ProcessGroup | None,
     roots: Sequence[nn.Module],
     root_methods: Sequence[str],
 ) -> ParallelModule:
@@ -90,7 +90,7 @@ def parallelise(
         convert: Changes a module's precision.
         tensor_plan: Tensor-parallel style of modules, relative to ``module``; None without tensor parallelism.
         experts: Names of the modules whose experts are spread over ranks.
-        data_group: The data ranks, whose tokens routers count together; None if there is only one.
+        token_group: The ranks that see other tokens, which routers count together; None if there is only one.
         roots: The outermost modules to shard: ``module`` itself, or parts that cover it.
         root_methods: Methods of ``module`` that use its parameters as its forward does, where it is the root.
     """
@@ -108,22 +108,17 @@ def parallelise(
             data.equalise_weights(part)
 
     report = None
+    ignored: list[nn.Parameter] = []
+    if tensor_plan is not None or experts:
+        make_real(module, "")
+    if experts:
+        ignored = _spread_experts(module, experts, layout, device, settings.reshard_after_forward)
     if tensor_plan is not None:
         assert mesh is not None
-        make_real(module, "")
         report = apply_tensor_parallel(module, mesh, tensor_plan)
-    ignored: list[nn.Parameter] = []
-    if experts:
-        make_real(module, "")
-        spread = apply_expert_parallel(
-            module,
-            experts,
-            build_expert_mesh(layout, device.type),
-            reshard_after_forward=settings.reshard_after_forward,
-        )
-        ignored = spread.whole_parameters
-    if data_group is not None:
-        share_tokens(module, data_group)
+        _refuse_experts_on_dtensors(report, experts)
+    if token_group is not None:
+        share_tokens(module, token_group)
     for name, unit in units.items():
         make_real(unit, name)
         # Checkpointing inside compile, so that the compiler sees what is computed again; both inside FSDP2's hooks.
@@ -157,6 +152,8 @@ def parallelise_stages(
     *,
     convert: Callable[[nn.Module], nn.Module],
     tensor_plan: Mapping[str, Any] | None,
+    experts: Sequence[str],
+    token_group: dist.ProcessGroup | None,
     stage_group: dist.ProcessGroup | None,
     shared: Sequence[str],
 ) -> ParallelModule:
@@ -176,11 +173,17 @@ def parallelise_stages(
             gather again.
         convert: Changes a module's precision.
         tensor_plan: Tensor-parallel style of modules, relative to ``module``; None without tensor parallelism.
+        experts: Names of the modules whose experts are spread over ranks, inside modules of the chain.
+        token_group: The ranks that see other tokens, which routers count together; None if there is only one.
         stage_group: The ranks that have the same stages; None if this rank alone has them.
         shared: Full names of parameters that every stage is to have.
     """
+    rank = mesh.get_local_rank("pipeline")
+    own_experts = _experts_of(plan, rank, experts)
+    reshard = settings.reshard_after_forward is True
     names = list(module.state_dict())
     report = None
+    ignored: list[nn.Parameter] = []
     if tensor_plan is not None:
         # Layers are cut before stages drop theirs, for the plan is one of the whole network.
         if meta.has_meta_tensors(module):
@@ -188,9 +191,11 @@ def parallelise_stages(
         convert(module)
         module.to(device)
         data.equalise_weights(module)
+        if experts:
+            ignored = _spread_experts(module, own_experts, layout, device, reshard)
         report = apply_tensor_parallel(module, mesh, tensor_plan)
+        _refuse_experts_on_dtensors(report, experts)
     group = mesh["pipeline"].get_group()
-    rank = mesh.get_local_rank("pipeline")
     initialise = meta.initialiser_of(module)
     pipeline = attach_pipeline(module, plan, rank, global_ranks=dist.get_process_group_ranks(group), shared=shared)
     if meta.has_meta_tensors(module):
@@ -201,6 +206,10 @@ def parallelise_stages(
         data.equalise_weights(module, stage_group)
     if tensor_plan is None:  # else the whole module has been made equal before it was cut
         equalise_shared(pipeline.ownership, module, group)
+        if experts:
+            ignored = _spread_experts(module, own_experts, layout, device, reshard)
+    if token_group is not None:
+        share_tokens(module, token_group)
     local = [name for position, name in enumerate(plan.chain) if pipeline.dispatcher.is_local(position)]
     inner = [unit for unit in unit_names if any(unit.startswith(f"{name}.") for name in local)]
     treated = [module.get_submodule(name) for name in (inner or local)]
@@ -210,9 +219,48 @@ def parallelise_stages(
             unit.compile()
     axes = tuple(axis for axis in ("replicate", "shard") if axis in (mesh.mesh_dim_names or ()))
     if axes:
-        reshard = settings.reshard_after_forward is True
-        shard_stages(pipeline, mesh[axes], units=inner, reshard_after_forward=reshard)
+        shard_stages(pipeline, mesh[axes], units=inner, reshard_after_forward=reshard, ignored=ignored)
         for stage in pipeline.stages:
             data.make_root(stage, ())
     managed = [unit for stage in pipeline.stages for unit in data.fsdp_modules(stage)]
     return ParallelModule(layout, settings, {}, managed, names, pipeline, report)
+
+
+def _spread_experts(
+    module: nn.Module,
+    names: Sequence[str],
+    layout: ParallelLayout,
+    device: torch.device,
+    reshard_after_forward: data.ReshardAfterForward,
+) -> list[nn.Parameter]:
+    """Spreads experts, averaging as the data axes do; returns the parameters that FSDP2 must leave alone."""
+    mesh = build_expert_mesh(layout, device.type)
+    return apply_expert_parallel(
+        module, names, mesh, gradient_divisor=layout.data_size, reshard_after_forward=reshard_after_forward
+    ).whole_parameters
+
+
+def _experts_of(plan: PipelinePlan, rank: int, experts: Sequence[str]) -> list[str]:
+    """The experts inside chain modules of pipeline rank ``rank``."""
+    owners = {
+        name: next((link for link in plan.chain if name == link or name.startswith(f"{link}.")), None)
+        for name in experts
+    }
+    outside = [name for name, link in owners.items() if link is None]
+    if outside:
+        raise ValueError(
+            f"{outside[0]} holds experts outside the pipeline's chain ({', '.join(plan.chain)}), where every stage"
+            " would have them; name the module around them in ModelPlan.pipeline."
+        )
+    own = {name for stage in plan.stages_of(rank) for name in plan.modules_of(stage)}
+    return [name for name, link in owners.items() if link in own]
+
+
+def _refuse_experts_on_dtensors(report: TensorParallelReport, experts: Sequence[str]) -> None:
+    for name in experts:
+        block = next((block for block in report.on_dtensors if not block or name.startswith(f"{block}.")), None)
+        if block is not None:
+            raise ValueError(
+                f"The tensor plan runs {block or 'the whole network'} on DTensors, which spread experts inside it"
+                f" ({name}) can't take; let its code take sizes from its tensors, or give it the style 'local_shapes'."
+            )

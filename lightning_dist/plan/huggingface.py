@@ -10,6 +10,8 @@ from typing import Any
 
 from torch import nn
 
+from lightning_dist.plan.model_plan import matches
+
 # Keys are relative to the base model; heads are relative to the model that has one.
 _GPT2 = {
     "wte": "embedding_rowwise",
@@ -149,7 +151,7 @@ def _existing(module: nn.Module, plan: Mapping[str, str]) -> dict[str, str]:
     """The plan without entries for modules this model does not have, such as dense layers in a family of experts."""
     names = {_wildcard(name, module) for name, _ in module.named_modules()}
     names |= {_wildcard(name, module) for name, _ in module.named_parameters(remove_duplicate=False)}
-    return {key: style for key, style in plan.items() if any(_matches(name, key) for name in names)}
+    return {key: style for key, style in plan.items() if any(matches(name, key) for name in names)}
 
 
 def _block_lists(module: nn.Module, plan: Mapping[str, str]) -> list[str]:
@@ -188,11 +190,6 @@ def _wildcard(name: str, network: nn.Module) -> str:
     )
 
 
-def _matches(name: str, pattern: str) -> bool:
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(want in ("*", part) for part, want in zip(parts, wanted, strict=True))
-
-
 def _matches_start(pattern: str, name: str) -> bool:
     wanted = pattern.split(".")[: name.count(".") + 1]
-    return _matches(name, ".".join(wanted)) and pattern.count(".") > name.count(".")
+    return matches(name, ".".join(wanted)) and pattern.count(".") > name.count(".")

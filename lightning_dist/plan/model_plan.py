@@ -53,7 +53,7 @@ def expand_names(network: nn.Module, patterns: Iterable[str], argument: str) -> 
     names = [name for name, _ in network.named_modules() if name]
     found: dict[str, None] = {}
     for pattern in patterns:
-        matches = [name for name in names if _matches(name, pattern)]
+        matches = [name for name in names if matches(name, pattern)]
         if not matches:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
             raise ValueError(
@@ -64,6 +64,9 @@ def expand_names(network: nn.Module, patterns: Iterable[str], argument: str) -> 
     return list(found)
 
 
-def _matches(name: str, pattern: str) -> bool:
+def matches(name: str, pattern: str) -> bool:
+    """Whether a dotted name fits a pattern in which ``*`` stands for (a piece of) one part."""
+    if not name:
+        return not pattern
     parts, wanted = name.split("."), pattern.split(".")
     return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

@@ -6,10 +6,13 @@ from collections.abc import Callable, Generator, Iterable, Mapping
 from contextlib import contextmanager
 from typing import Any
 
+import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
 from lightning_dist.parallel.context import (
+    NO_ATTENTION,
     ContextParallel,
     combine_loss,
     context_attention,
@@ -50,24 +53,58 @@ class ContextSteps:
     def __init__(self, context: ContextParallel, sequence_dims: Mapping[str, int]) -> None:
         self._context = context
         self._sequence_dims = sequence_dims
+        self._stages_checked = False
 
     def train(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """Runs a training step on this rank's tokens; the loss it returns is that of the whole sequences.
 
         Collectives: those of attention, and one all-reduce of a scalar over the context group.
         """
-        share = loss_share(batch, self._sequence_dims, self._context)
-        output = self.evaluate(step, batch, *rest, **kwargs)
-        if isinstance(output, dict):
-            return {**output, "loss": combine_loss(output["loss"], share, self._context)}
-        return combine_loss(output, share, self._context) if isinstance(output, Tensor) else output
+        return self.combine(self.evaluate(step, batch, *rest, **kwargs), self.share(batch))
 
     def evaluate(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """Runs a step on this rank's tokens; what it returns and logs is this rank's, unless the network puts its loss
         together over the ranks, as Hugging Face models do."""
         self._context.loss_combined = False
         with context_attention(self._context):
-            return step(cut_batch(batch, self._sequence_dims, self._context), *rest, **kwargs)
+            return step(self.cut(batch), *rest, **kwargs)
+
+    def cut(self, batch: Any) -> Any:
+        """This rank's part of the sequences of a batch."""
+        return cut_batch(batch, self._sequence_dims, self._context)
+
+    def share(self, batch: Any) -> Tensor:
+        """Which part of the loss of a whole batch this rank's loss is."""
+        return loss_share(batch, self._sequence_dims, self._context)
+
+    def combine(self, output: Any, share: Tensor) -> Any:
+        """What a training step returned, its loss that of the whole sequences.
+
+        Collectives: one all-reduce of a scalar over the context group.
+        """
+        if isinstance(output, dict):
+            return {**output, "loss": combine_loss(output["loss"], share, self._context)}
+        return combine_loss(output, share, self._context) if isinstance(output, Tensor) else output
+
+    @contextmanager
+    def attention_of_stages(self, control_group: dist.ProcessGroup) -> Generator[None, None, None]:
+        """Around all microbatches of a pipeline, forward and backward; a stage may have no attention of its own.
+
+        Collectives: for the first batch, an all-reduce of a number over the pipeline's CPU group.
+        """
+        with context_attention(self._context):
+            yield
+            seen = torch.tensor(self._context.attentions)
+            self._context.attentions += 1
+        if not self._stages_checked:
+            self._stages_checked = True
+            dist.all_reduce(seen, group=control_group)
+            if not seen:
+                raise RuntimeError(NO_ATTENTION)
+
+    def begin_microbatch(self) -> None:
+        """Each forward tells anew whether the network has put its loss together itself."""
+        self._context.loss_combined = False
 
     @contextmanager
     def backward_attention(self) -> Generator[None, None, None]:

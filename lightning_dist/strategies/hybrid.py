@@ -6,7 +6,6 @@ import datetime
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
-from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -17,7 +16,6 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.model_helpers import is_overridden
 from lightning.pytorch.utilities.rank_zero import rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
@@ -25,31 +23,29 @@ from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dist import _compat
-from lightning_dist.layout import MESH_AXES, ParallelLayout
+from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel import agreement, data, gradients, loaders
 from lightning_dist.parallel import batch as batches
 from lightning_dist.parallel.activation import ActivationCheckpointing
-from lightning_dist.parallel.apply import ParallelModule, ParallelSettings, parallelise, parallelise_stages
-from lightning_dist.parallel.expert import experts_within, find_experts, update_expert_biases
+from lightning_dist.parallel.apply import ParallelModule, ParallelSettings
+from lightning_dist.parallel.expert import update_expert_biases
 from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
 from lightning_dist.parallel.path_check import PathCheck
-from lightning_dist.parallel.pipeline import AttachedPipeline, PipelineRunner, RandomStreams, plan_pipeline
-from lightning_dist.parallel.pipeline.checks import find_refusal
-from lightning_dist.parallel.pipeline.costs import module_costs
+from lightning_dist.parallel.pipeline import AttachedPipeline, PipelineRunner, RandomStreams
 from lightning_dist.parallel.pipeline.placement import find_schedule
 from lightning_dist.parallel.pipeline.timings import Action
 from lightning_dist.parallel.pipeline.trace import Tracer
 from lightning_dist.parallel.tensor import sharded_loss, sum_replicated_gradients
-from lightning_dist.plan import ModelPlan, expand_names
-from lightning_dist.plan.chain import find_chain
-from lightning_dist.plan.huggingface import complete_tensor_plan
-from lightning_dist.plan.units import find_network, find_units
+from lightning_dist.plan import ModelPlan
 from lightning_dist.strategies import module_checkpoint
-from lightning_dist.strategies.context_steps import ContextSteps, prepare_context
+from lightning_dist.strategies.context_steps import ContextSteps
 from lightning_dist.strategies.evaluation import Evaluation, uncounted
+from lightning_dist.strategies.hybrid_arguments import as_timedelta, check_arguments, choose_layout
 from lightning_dist.strategies.logged_values import EpochAgreement, LogCheck
+from lightning_dist.strategies.parallel_setup import make_parallel
 from lightning_dist.strategies.pipeline_steps import PipelineSteps
 from lightning_dist.strategies.precision import HybridMixedPrecision
+from lightning_dist.strategies.process_groups import ProcessGroups, make_process_groups
 
 EVALUATIONS = {"validation_step": "val", "test_step": "test", "predict_step": "predict"}
 """Steps without backward, and what Lightning's precision plugins call them."""
@@ -133,52 +129,16 @@ class HybridParallelStrategy(ParallelStrategy):
             pipeline=pipeline_parallel_size,
             expert=expert_parallel_size,
         )
-        if layout is not None:
-            if sizes != ParallelLayout():
-                raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")
-            sizes = ParallelLayout.parse(layout) if isinstance(layout, str) else layout
-        beside = [axis for axis in ("tensor", "context", "pipeline") if getattr(sizes, axis) > 1]
-        if sizes.expert > 1 and beside:
-            raise ValueError(
-                f"expert_parallel_size={sizes.expert} does not fit {beside[0]}_parallel_size="
-                f"{getattr(sizes, beside[0])}: in this version experts go with the data axes (replicate, shard) only."
-            )
-        if sizes.context > 1 and sizes.pipeline > 1:
-            raise ValueError(
-                f"context_parallel_size={sizes.context} does not fit pipeline_parallel_size={sizes.pipeline}: sequences"
-                " can't be cut inside a pipeline yet; use tensor parallelism beside the one or the other."
-            )
-        schedule = find_schedule(pipeline_schedule)
-        if microbatches != "auto" and (not _whole(microbatches) or microbatches < 1):
-            raise ValueError(
-                f"microbatches={microbatches!r} does not fit: give a whole number of at least 1, or 'auto'."
-            )
-        if sizes.pipeline > 1 and activation_checkpointing == "selective" and schedule.splits_backward:
-            raise ValueError(
-                f"activation_checkpointing='selective' does not fit pipeline_schedule={pipeline_schedule!r}: torch"
-                " computes a selectively checkpointed region again once only, and this schedule goes backward in two"
-                " parts; use 'full' or 'none', or one of GPipe, 1F1B, Interleaved1F1B."
-            )
-        if sizes.pipeline > 1 and reshard_after_forward is not False and reshard_after_forward != "auto":
-            if schedule.splits_backward:
-                raise ValueError(
-                    f"reshard_after_forward={reshard_after_forward!r} does not fit pipeline_schedule="
-                    f"{pipeline_schedule!r}: torch computes wrong gradients when parameters are freed before a backward"
-                    " that is split in two; use 'auto' or False, or one of GPipe, 1F1B, Interleaved1F1B."
-                )
-            if reshard_after_forward is not True:
-                raise ValueError(
-                    f"reshard_after_forward={reshard_after_forward!r} does not fit a pipeline;"
-                    " give 'auto', False or True."
-                )
-        _one_of("activation_checkpointing", activation_checkpointing, ("none", "full", "selective"))
-        _one_of("batch_check", batch_check, ("first", "always", "broadcast", "off"))
-        if not (isinstance(reshard_after_forward, bool | int) or reshard_after_forward == "auto"):
-            raise ValueError(
-                f"reshard_after_forward={reshard_after_forward!r} does not fit: True, False, a number, 'auto'."
-            )
-        if not gradient_norm_type > 0:
-            raise ValueError(f"gradient_norm_type={gradient_norm_type!r} does not fit: give a positive number or inf.")
+        sizes = choose_layout(sizes, layout)
+        check_arguments(
+            sizes,
+            pipeline_schedule=pipeline_schedule,
+            microbatches=microbatches,
+            reshard_after_forward=reshard_after_forward,
+            activation_checkpointing=activation_checkpointing,
+            batch_check=batch_check,
+            gradient_norm_type=gradient_norm_type,
+        )
         self.layout = sizes
         self.num_nodes = 1
         self._plan = plan
@@ -188,19 +148,13 @@ class HybridParallelStrategy(ParallelStrategy):
         self._batch_check = batch_check
         self._gradient_norm_type = gradient_norm_type
         self._process_group_backend = process_group_backend
-        self._timeout = _as_timedelta(timeout)
-        self._mesh: DeviceMesh | None = None
-        self._data_group: dist.ProcessGroup | None = None
-        self._control_group: dist.ProcessGroup | None = None
-        self._data_control_group: dist.ProcessGroup | None = None
-        self._replica_control_group: dist.ProcessGroup | None = None
+        self._timeout = as_timedelta(timeout)
+        self._groups = ProcessGroups()
         self._crash_watch: agreement.CrashWatch | None = None
         self._parallel_module = ParallelModule(sizes, self._settings, {})
         self._path_check: PathCheck | None = None
         self._pipeline: PipelineSteps | None = None
         self._context: ContextSteps | None = None
-        self._pipeline_control_group: dist.ProcessGroup | None = None
-        self._stage_group: dist.ProcessGroup | None = None
         self._exchange = True
         self._undefined: UndefinedGradients | None = None
         self._evaluation = Evaluation()
@@ -244,9 +198,9 @@ class HybridParallelStrategy(ParallelStrategy):
     @property
     def device_mesh(self) -> DeviceMesh:
         """The mesh of the axes larger than 1, once the processes have met."""
-        if self._mesh is None:
+        if self._groups.mesh is None:
             raise RuntimeError("There is no device mesh: the processes have not met yet, or there is only one.")
-        return self._mesh
+        return self._groups.mesh
 
     def set_world_ranks(self) -> None:
         if self.cluster_environment is not None:
@@ -271,29 +225,8 @@ class HybridParallelStrategy(ParallelStrategy):
             self.cluster_environment, self.process_group_backend, self._timeout, self.root_device
         )
         self._crash_watch = agreement.CrashWatch(_compat.default_store(), self.global_rank, self.world_size)
-        if self._mesh is None:
-            self._make_groups()
-
-    def _make_groups(self) -> None:
-        """The mesh's groups for tensors, and CPU groups of the same ranks for control, which must not mix with them."""
-        self._mesh = self.layout.build_mesh(self.root_device.type)
-        self._control_group = dist.new_group(backend="gloo", timeout=self._timeout)
-        sizes = self.layout.sizes()
-        if self.layout.data_size > 1:
-            axes = tuple(axis for axis in DATA_AXES if sizes[axis] > 1)
-            self._data_group = _compat.flatten_mesh(self._mesh, axes, "data").get_group()
-            self._data_control_group = self._cpu_group(DATA_AXES)
-        if self.layout.pipeline > 1:
-            self._pipeline_control_group = self._cpu_group(("pipeline",))
-            if self.layout.pipeline < self.world_size:
-                ranks = self.layout.groups(tuple(axis for axis in MESH_AXES if axis != "pipeline"))
-                self._stage_group, _ = dist.new_subgroups_by_enumeration(ranks, timeout=self._timeout)
-        if self.layout.data_size < self.world_size:
-            self._replica_control_group = self._cpu_group(("pipeline", "context", "tensor"))
-
-    def _cpu_group(self, axes: tuple[str, ...]) -> dist.ProcessGroup:
-        group, _ = dist.new_subgroups_by_enumeration(self.layout.groups(axes), timeout=self._timeout, backend="gloo")
-        return group
+        if self._groups.mesh is None:
+            self._groups = make_process_groups(self.layout, self.root_device.type, self._timeout)
 
     @property
     def _patience(self) -> float:
@@ -364,101 +297,29 @@ class HybridParallelStrategy(ParallelStrategy):
                     f" {self.layout} with {self._settings}. Make a new module and load a checkpoint."
                 )
             self._parallel_module = earlier
+            self._set_context(earlier)
             if earlier.pipeline is not None and self._pipeline is None:
                 self._drive_stages(module, earlier.pipeline)
-            self._set_context(earlier)
             return
-        plan = self._plan
-        if plan is None and callable(getattr(module, "parallel_plan", None)):
-            plan = module.parallel_plan()  # type: ignore[operator]
-        units = find_units(module, plan)
-        convert = self.precision_plugin.convert_module
-        context = None
-        if self.layout.context > 1:
-            context = prepare_context(find_network(module, plan)[1], plan, self.device_mesh)
-        tensor_plan = self._tensor_plan(module, plan) if self.layout.tensor > 1 else None
-        if self.layout.pipeline > 1:
-            self._parallel_module = self._stages(module, units, plan or ModelPlan(), convert, tensor_plan)
-        else:
-            self._parallel_module = parallelise(
-                module,
-                units,
-                self.layout,
-                self._mesh,
-                self.root_device,
-                self._settings,
-                convert=convert,
-                tensor_plan=tensor_plan,
-                experts=self._experts(module, plan) if self.layout.expert > 1 else (),
-                data_group=self._data_group,
-                roots=self._roots(module) if self.layout.data_size > 1 else [],
-                root_methods=[step for step in STEPS if is_overridden(step, module)],
-            )
-        if context is not None and plan is not None:
-            self._parallel_module = replace(self._parallel_module, context=context, sequence_dims=plan.sequence_dims)
-        self._set_context(self._parallel_module)
-        module.__dict__[STATE_NAME] = self._parallel_module
+        setup = make_parallel(
+            module,
+            self._plan,
+            self.layout,
+            self._groups,
+            self._settings,
+            self.root_device,
+            pipeline_schedule=self._schedule,
+            convert=self.precision_plugin.convert_module,
+        )
+        self._parallel_module = setup.made
+        self._set_context(setup.made)
+        if setup.made.pipeline is not None:
+            self._drive_stages(module, setup.made.pipeline, setup.tracer, setup.shared)
+        module.__dict__[STATE_NAME] = setup.made
 
     def _set_context(self, made: ParallelModule) -> None:
         if made.context is not None and made.sequence_dims is not None:
             self._context = ContextSteps(made.context, made.sequence_dims)
-
-    def _experts(self, module: LightningModule, plan: ModelPlan | None) -> list[str]:
-        """Full names of the modules that hold experts: the plan's, or those that are found."""
-        prefix, network = find_network(module, plan)
-        written = plan.experts if plan is not None else None
-        if written is not None:
-            found = experts_within(network, expand_names(network, written, "experts"))
-        else:
-            found = find_experts(network)
-        if not found:
-            raise ValueError(
-                f"expert_parallel_size={self.layout.expert}: no experts were found in {type(network).__name__}; name"
-                " the modules in ModelPlan.experts (a MixtureOfExperts of lightning_dist.parallel.expert, or stacked"
-                " experts of a Hugging Face model)."
-            )
-        return [f"{prefix}.{name}" if prefix else name for name in found]
-
-    def _tensor_plan(self, module: LightningModule, plan: ModelPlan | None) -> dict[str, Any]:
-        """The plan's styles, or those that are found, by names relative to the module."""
-        prefix, network = find_network(module, plan)
-        found = complete_tensor_plan(network, plan.tensor if plan is not None else None)
-        return {".".join(filter(None, (prefix, name))): style for name, style in found.items()}
-
-    def _stages(
-        self,
-        module: LightningModule,
-        units: list[str],
-        plan: ModelPlan,
-        convert: Callable[[nn.Module], nn.Module],
-        tensor_plan: dict[str, Any] | None,
-    ) -> ParallelModule:
-        """Gives this rank its stages of the pipeline, and the runner that drives them."""
-        chain = find_chain(module, plan)
-        costs = module_costs(module, chain.names)
-        stages = plan_pipeline(chain.names, self.layout.pipeline, self._schedule, costs=costs, sizes=chain.sizes)
-        refusal = find_refusal(module, stages)
-        if refusal is not None:
-            raise ValueError(refusal)
-        tracer = Tracer(module, chain.names, keep=[module.trainer])
-        prefix, _ = find_network(module, plan)
-        shared = [f"{prefix}.{name}" if prefix else name for name in plan.shared or ()]
-        made = parallelise_stages(
-            module,
-            units,
-            stages,
-            self.layout,
-            self.device_mesh,
-            self.root_device,
-            self._settings,
-            convert=convert,
-            tensor_plan=tensor_plan,
-            stage_group=self._stage_group,
-            shared=shared,
-        )
-        assert made.pipeline is not None
-        self._drive_stages(module, made.pipeline, tracer, shared)
-        return made
 
     def _drive_stages(
         self,
@@ -474,36 +335,18 @@ class HybridParallelStrategy(ParallelStrategy):
                 f"The module was cut for pipeline_schedule={pipeline.plan.schedule.name!r} before; it can't run under"
                 f" {schedule.name!r}. Make a new module and load a checkpoint."
             )
-        assert self._pipeline_control_group is not None
+        assert self._groups.pipeline_control is not None
         coordinate = self.layout.data_coordinate(self.global_rank)
         seed = self.broadcast(torch.initial_seed())
         runner = PipelineRunner(
             pipeline,
             self.device_mesh["pipeline"].get_group(),
-            self._pipeline_control_group,
+            self._groups.pipeline_control,
             self.root_device,
             streams=RandomStreams(seed, coordinate, self.root_device),
             microbatches=self._microbatches,
         )
-        self._pipeline = PipelineSteps(module, pipeline, runner, tracer, self._data_mesh, shared)
-
-    @property
-    def _data_mesh(self) -> DeviceMesh | None:
-        axes = tuple(axis for axis in DATA_AXES if self.layout.sizes()[axis] > 1)
-        return self.device_mesh[axes] if axes else None
-
-    def _roots(self, module: LightningModule) -> list[nn.Module]:
-        """What FSDP2 sees as outermost: the module, so that its steps may use any part of it; its parts where a step
-        calls backward by itself, for FSDP2 must have left the root's forward by then."""
-        if module.automatic_optimization:
-            return [module]
-        loose = [name for name, _ in module.named_parameters(recurse=False)]
-        if loose:
-            raise ValueError(
-                f"{type(module).__name__} uses manual optimization and holds parameters itself ({', '.join(loose)}),"
-                " which can't be sharded; put them into a submodule."
-            )
-        return [child for child in module.children() if any(True for _ in child.parameters())]
+        self._pipeline = PipelineSteps(module, pipeline, runner, tracer, self._groups.data_mesh, shared, self._context)
 
     def _connect_hooks(self, trainer: Trainer, module: LightningModule) -> None:
         plugin = self._precision_plugin
@@ -517,17 +360,17 @@ class HybridParallelStrategy(ParallelStrategy):
         for metric in module.modules():
             if isinstance(metric, Metric):
                 # Ranks of one replica have seen the same samples, which must not count twice.
-                metric.process_group = self._data_group
-                if self._data_group is None:
+                metric.process_group = self._groups.data
+                if self._groups.data is None:
                     metric.distributed_available_fn = _never
         if not any(isinstance(callback, EpochAgreement) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, EpochAgreement(self))  # type: ignore[attr-defined]
-        if self._data_group is not None and self._path_check is None and self._pipeline is None:
+        if self._groups.data is not None and self._path_check is None and self._pipeline is None:
             self._path_check = PathCheck(
                 self._parallel_module.units,
                 _compat.default_store(),
                 self.global_rank,
-                dist.get_process_group_ranks(self._data_group),
+                dist.get_process_group_ranks(self._groups.data),
                 self._patience,
             )
         module.log = LogCheck(module, self._agree_on_name)  # type: ignore[assignment, method-assign]
@@ -546,7 +389,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if getattr(dataloader, "worker_init_fn", 0) is None and int(os.environ.get("PL_SEED_WORKERS", 0)):
             coordinate = self.layout.data_coordinate(self.global_rank)
             dataloader.worker_init_fn = _compat.worker_init_function(coordinate)  # type: ignore[attr-defined]
-        if self._data_control_group is None:
+        if self._groups.data_control is None:
             return dataloader
         sampler = loaders.distributed_sampler(dataloader)
         equal = sampler is not None and sampler.num_replicas == self.layout.data_size
@@ -557,34 +400,34 @@ class HybridParallelStrategy(ParallelStrategy):
         if equal and sampler is not None:
             loaders.without_repeats(sampler)
         length = loaders.sized(dataloader)  # type: ignore[arg-type]
-        lengths = loaders.exchange_lengths(length, self._data_control_group)
+        lengths = loaders.exchange_lengths(length, self._groups.data_control)
         if lengths is not None and len(set(lengths)) == 1:
             return dataloader
-        return loaders.TogetherLoader(dataloader, self._data_control_group, training, lengths)
+        return loaders.TogetherLoader(dataloader, self._groups.data_control, training, lengths)
 
     def batch_to_device(self, batch: Any, device: torch.device | None = None, dataloader_idx: int = 0) -> Any:
         """Moves a batch, makes sure that all ranks of a replica have the same, and marks what is padding."""
         assert self.lightning_module is not None
-        if self._replica_control_group is not None:
+        if self._groups.replica_control is not None:
             batch = self._same_batch(batch)
-        if self._data_control_group is not None:
+        if self._groups.data_control is not None:
             self._padding = self._evaluation.is_padding(self.lightning_module.trainer, dataloader_idx)
         return super().batch_to_device(batch, device, dataloader_idx)
 
     def _same_batch(self, batch: Any) -> Any:
-        assert self._replica_control_group is not None
+        assert self._groups.replica_control is not None
         if self._batch_check == "broadcast":
-            return batches.broadcast_batch(batch, self._replica_control_group)
+            return batches.broadcast_batch(batch, self._groups.replica_control)
         self._checked_batches += 1
         if self._batch_check == "always" or (self._batch_check == "first" and self._checked_batches <= FIRST_BATCHES):
             what = f"batch {self._checked_batches}"
-            batches.check_same_batch(batch, self._replica_control_group, what)
+            batches.check_same_batch(batch, self._groups.replica_control, what)
         return batch
 
     # --- step --------------------------------------------------------------------------------------------------------
 
     def on_train_start(self) -> None:
-        self._loss_weights = LossWeights(self._data_group, self._equal_batches and self._own_weight is None)
+        self._loss_weights = LossWeights(self._groups.data, self._equal_batches and self._own_weight is None)
 
     def training_step(self, *args: Any, **kwargs: Any) -> Any:
         """Runs the user's step; its loss will count with the weight of its batch."""
@@ -780,27 +623,27 @@ class HybridParallelStrategy(ParallelStrategy):
     # --- collectives -------------------------------------------------------------------------------------------------
 
     def barrier(self, name: str | None = None) -> None:
-        if self._control_group is not None and dist.is_initialized():
-            dist.barrier(group=self._control_group)
+        if self._groups.control is not None and dist.is_initialized():
+            dist.barrier(group=self._groups.control)
 
     def broadcast(self, obj: Any, src: int = 0) -> Any:
-        if self._control_group is None:
+        if self._groups.control is None:
             return obj
         box = [obj]
-        dist.broadcast_object_list(box, src, group=self._control_group)
+        dist.broadcast_object_list(box, src, group=self._groups.control)
         return box[0]
 
     def gather_objects(self, obj: Any) -> list[Any]:
         """One object of each rank, in the order of ranks, on every rank; over the CPU group."""
-        if self._control_group is None:
+        if self._groups.control is None:
             return [obj]
         everyone: list[Any] = [None] * self.world_size
-        dist.all_gather_object(everyone, obj, group=self._control_group)
+        dist.all_gather_object(everyone, obj, group=self._groups.control)
         return everyone
 
     def reduce(self, tensor: Any, group: Any = None, reduce_op: Any = "mean") -> Any:
         """Reduces a tensor over the data ranks: ranks of one replica hold the same, which must not count twice."""
-        group = group or self._data_group
+        group = group or self._groups.data
         if not isinstance(tensor, Tensor) or group is None or dist.get_world_size(group) == 1:
             return tensor
         mean, op = _reduction(reduce_op)
@@ -812,10 +655,10 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def reduce_boolean_decision(self, decision: bool, all: bool = True) -> bool:
         """True if all ranks of the world (or any) say so."""
-        if self._control_group is None:
+        if self._groups.control is None:
             return decision
         votes = torch.tensor([int(decision)])
-        dist.all_reduce(votes, group=self._control_group)
+        dist.all_reduce(votes, group=self._groups.control)
         return bool(votes == self.world_size) if all else bool(votes)
 
     # --- checkpoints -------------------------------------------------------------------------------------------------
@@ -840,7 +683,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if storage_options is not None:
             raise TypeError("storage_options is not supported: a checkpoint is a directory, not one file.")
         module_checkpoint.save(
-            checkpoint, self.broadcast(str(filepath)), self._control_group, self._parallel_module.names
+            checkpoint, self.broadcast(str(filepath)), self._groups.control, self._parallel_module.names
         )
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
@@ -854,7 +697,7 @@ class HybridParallelStrategy(ParallelStrategy):
                 extra |= callback.checkpoint_tensors(module)
         path = self.broadcast(str(checkpoint_path))
         names = self._parallel_module.names
-        return module_checkpoint.load(path, module, self._control_group, weights_only, extra, names)
+        return module_checkpoint.load(path, module, self._groups.control, weights_only, extra, names)
 
     def load_model_state_dict(self, checkpoint: Mapping[str, Any], strict: bool = True) -> None:
         assert self.lightning_module is not None
@@ -864,7 +707,7 @@ class HybridParallelStrategy(ParallelStrategy):
         assert self.lightning_module is not None
         stage_of = self._parallel_module.names if self._pipeline is not None else None
         module_checkpoint.load_optimizers(
-            self.lightning_module, self.optimizers, checkpoint, self._control_group, stage_of
+            self.lightning_module, self.optimizers, checkpoint, self._groups.control, stage_of
         )
 
     def remove_checkpoint(self, filepath: Any) -> None:
@@ -908,22 +751,3 @@ def _reduction(reduce_op: Any) -> tuple[bool, Any]:
 
 def _never() -> bool:
     return False
-
-
-def _whole(number: Any) -> bool:
-    return isinstance(number, int) and not isinstance(number, bool)
-
-
-def _one_of(argument: str, value: str, choices: tuple[str, ...]) -> None:
-    if value not in choices:
-        raise ValueError(f"{argument}={value!r} does not fit: give one of {', '.join(map(repr, choices))}.")
-
-
-def _as_timedelta(timeout: datetime.timedelta | float | None) -> datetime.timedelta:
-    if timeout is None:
-        return _compat.default_timeout()
-    if not isinstance(timeout, datetime.timedelta):
-        timeout = datetime.timedelta(seconds=timeout)
-    if timeout <= datetime.timedelta(0):
-        raise ValueError(f"timeout={timeout} does not fit: give a positive timedelta or number of seconds.")
-    return timeout

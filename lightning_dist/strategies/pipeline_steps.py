@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from dataclasses import replace
+from functools import partial
 from typing import Any
 
 import torch
@@ -24,6 +26,7 @@ from lightning_dist.parallel.pipeline import (
 from lightning_dist.parallel.pipeline.results import LogRecorder, merge_outputs
 from lightning_dist.parallel.pipeline.sharding import average_loose_gradients
 from lightning_dist.parallel.pipeline.trace import Tracer
+from lightning_dist.strategies.context_steps import ContextSteps
 from lightning_dist.strategies.pipeline_metrics import BatchMetrics, apply_changes, find_metric_inside
 
 WeightOf = Callable[[Any], Tensor | float]
@@ -40,6 +43,7 @@ class PipelineSteps:
             that has been done.
         data_mesh: Mesh of the data axes, or None.
         shared: Full names of parameters that every stage has by the plan.
+        context: Cuts sequences over the context ranks, if there are any.
     """
 
     def __init__(
@@ -50,6 +54,7 @@ class PipelineSteps:
         tracer: Tracer | None,
         data_mesh: DeviceMesh | None,
         shared: Sequence[str],
+        context: ContextSteps | None,
     ) -> None:
         inside = find_metric_inside(module, pipeline.plan.chain)
         if inside is not None:
@@ -63,6 +68,7 @@ class PipelineSteps:
         self._tracer = tracer
         self._data_mesh = data_mesh
         self._shared = shared
+        self._context = context
         self._metrics = BatchMetrics(module)
         self._gradients: list[Tensor | None] = []
         self._batches: dict[str, int] = {}
@@ -96,9 +102,9 @@ class PipelineSteps:
         loss_weights.add(sum(weights), device)
         scales = [loss_weights.factor(weight) * scale for weight in weights]
         recorder = LogRecorder(self._module, parts.sizes, weights, self.runner.has_last_stage)
-        step = self._step("training_step", rest, recorder)
         self._refuse(parts, "training_step", rest)
-        with new_gradients(list(self._module.parameters())) as self._gradients, self._recorded(recorder):
+        step, parts = self._step("training_step", rest, recorder, parts)
+        with new_gradients(list(self._module.parameters())) as self._gradients, self._running(recorder):
             outputs = self.runner.train(
                 parts, step, scales=scales, step_index=self._count("train"), reduce_gradients=exchange
             )
@@ -110,10 +116,9 @@ class PipelineSteps:
         weights = [weight_of(part) for part in parts.parts] if weight_of is not None else list(parts.sizes)
         recorder = LogRecorder(self._module, parts.sizes, weights, self.runner.has_last_stage)
         self._refuse(parts, method, rest)
-        with self._recorded(recorder):
-            outputs = self.runner.evaluate(
-                parts, self._step(method, rest, recorder), kind=kind, step_index=self._count(kind)
-            )
+        step, parts = self._step(method, rest, recorder, parts)
+        with self._running(recorder):
+            outputs = self.runner.evaluate(parts, step, kind=kind, step_index=self._count(kind))
         return self._everywhere(outputs, parts, weights, recorder)
 
     def add_gradients(self) -> None:
@@ -146,21 +151,32 @@ class PipelineSteps:
         }
         return lambda parameter: several.get(id(parameter), 1) * world_size // ranks
 
-    def _step(self, method: str, rest: tuple[Any, ...], recorder: LogRecorder) -> Callable[[Any, int], Any]:
-        call = getattr(self._module, method)
+    def _step(
+        self, method: str, rest: tuple[Any, ...], recorder: LogRecorder, parts: Microbatches
+    ) -> tuple[Callable[[Any, int], Any], Microbatches]:
+        """The user's step on a microbatch, and the microbatches it is to be given: under context parallelism this
+        rank's part of their sequences, and the loss is that of the whole."""
+        call, context = getattr(self._module, method), self._context
+        if context is None:
+            return partial(_recorded_step, call, rest, recorder), parts
+        shares = [context.share(part) for part in parts.parts] if method == "training_step" else None
 
         def step(part: Any, microbatch: int) -> Any:
-            recorder.microbatch = microbatch
-            return call(part, *rest)
+            context.begin_microbatch()
+            output = _recorded_step(call, rest, recorder, part, microbatch)
+            return output if shares is None else context.combine(output, shares[microbatch])
 
-        return step
+        return step, replace(parts, parts=[context.cut(part) for part in parts.parts])
 
     @contextmanager
-    def _recorded(self, recorder: LogRecorder) -> Generator[None, None, None]:
+    def _running(self, recorder: LogRecorder) -> Generator[None, None, None]:
         before = self._module.__dict__.get("log")
         self._module.log = recorder  # type: ignore[assignment, method-assign]
         try:
-            with self._metrics.watch():
+            with (
+                self._metrics.watch(),
+                self._context.attention_of_stages(self.runner.control_group) if self._context else nullcontext(),
+            ):
                 yield
         finally:
             del self._module.__dict__["log"]
@@ -225,3 +241,10 @@ class PipelineSteps:
             return int(self._module.trainer.fit_loop.epoch_loop.total_batch_idx)
         self._batches[kind] = self._batches.get(kind, -1) + 1
         return self._batches[kind]
+
+
+def _recorded_step(
+    call: Callable[..., Any], rest: tuple[Any, ...], recorder: LogRecorder, part: Any, microbatch: int
+) -> Any:
+    recorder.microbatch = microbatch
+    return call(part, *rest)

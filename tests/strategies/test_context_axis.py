@@ -5,11 +5,11 @@ import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
 
-from lightning_dist import HybridParallelStrategy, ModelPlan
+from lightning_dist import ModelPlan
 from lightning_dist.testing import WorkerError
 from tests.strategies.test_pipeline_axis import sizes
 from tests.strategies.test_tensor_axis import LanguageModel
-from tests.strategies.training import InOrder, full_state, make, merged, trainer, worst
+from tests.strategies.training import Classifier, InOrder, full_state, make, merged, trainer, worst
 
 
 class Sequences(Dataset):
@@ -84,6 +84,50 @@ def test_sequences_that_no_plan_declares_are_refused(pool):
         pool.run(fit, 2, "cp=2", Undeclared, init_process_group=False)
 
 
-def test_context_inside_a_pipeline_is_refused():
-    with pytest.raises(ValueError, match=r"context_parallel_size=2 does not fit pipeline_parallel_size=2"):
-        HybridParallelStrategy(layout="pp=2,cp=2")
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+@pytest.mark.parametrize("accumulate", [1, 2])
+def test_inside_a_pipeline(pool, schedule, accumulate):
+    """Microbatches of one sample each, whose numbers of targets differ, also between the ranks that share them."""
+    module = make(Masked).double()
+    optimizer = module.configure_optimizers()
+    dataset = Sequences(16)
+    for start in range(0, 16, 4 * accumulate):
+        rows = slice(start, start + 4 * accumulate)
+        optimizer.zero_grad()
+        module.loss(
+            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
+        ).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+    results = pool.run(
+        fit,
+        4,
+        "pp=2,cp=2",
+        gradient_clip_val=0.3,
+        accumulate_grad_batches=accumulate,
+        strategy_kwargs={"pipeline_schedule": schedule, "microbatches": 4},
+        init_process_group=False,
+        timeout=120,
+    )
+    assert worst(merged(results), dict(module.state_dict())) < 1e-6
+
+
+class ByHand(Classifier):
+    """Attention that no one can meet."""
+
+    def __init__(self):
+        super().__init__()
+        self.model = nn.Sequential(nn.Embedding(32, 8), nn.Linear(8, 8), nn.Linear(8, 32))
+
+    def loss(self, batch):
+        return nn.functional.cross_entropy(self.model(batch["input_ids"]).flatten(0, 1), batch["labels"].flatten())
+
+    def parallel_plan(self):
+        return ModelPlan(network="model", sequence_dims={"input_ids": 1, "labels": 1})
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "pp=2,cp=2"])
+def test_a_step_without_attention_is_refused(pool, layout):
+    world, _ = sizes(layout)
+    with pytest.raises(WorkerError, match=r"called no F\.scaled_dot_product_attention"):
+        pool.run(fit, world, layout, ByHand, init_process_group=False, timeout=60)

@@ -8,12 +8,15 @@ import torch.nn.functional as F
 from torch import nn
 from torch.utils.data import TensorDataset
 
-from lightning_dist import HybridParallelStrategy
+from lightning_dist import ModelPlan
 from lightning_dist.testing import WorkerError
 from tests.parallel.expert.networks import WIDTH, Network
+from tests.strategies.test_context_axis import Masked, Sequences, fit
 from tests.strategies.test_data_axes import check as check_weights
 from tests.strategies.test_data_axes import global_steps
-from tests.strategies.training import Classifier, data, make, reference
+from tests.strategies.test_pipeline_axis import SCHEDULES, check, sizes
+from tests.strategies.test_tensor_axis import LanguageModel
+from tests.strategies.training import Classifier, data, make, merged, reference, worst
 
 
 class Experts(Classifier):
@@ -101,7 +104,136 @@ def test_a_network_without_experts_is_refused(pool, monkeypatch):
         check_weights(pool, "shard=2,ep=2", data(8), 2, {})
 
 
-@pytest.mark.parametrize("other", ["tp", "cp", "pp"])
-def test_experts_beside_other_axes_are_refused(other):
-    with pytest.raises(ValueError, match="expert_parallel_size=2 does not fit"):
-        HybridParallelStrategy(layout=f"shard=2,ep=2,{other}=2")
+class Deep(Experts):
+    """Four blocks, so that each of two stages may have two."""
+
+    def __init__(self, **settings):
+        super().__init__()
+        self.model = Network(depth=4, **settings)
+
+
+class Planned(Deep):
+    """The dense layers are cut over tensor ranks as well."""
+
+    def parallel_plan(self):
+        return ModelPlan(tensor={"blocks.*.dense": "colwise_gather_output"})
+
+
+@pytest.mark.parametrize("layout", ["shard=2,tp=2,ep=2", "pp=2,shard=2,ep=2"])
+@pytest.mark.parametrize("accumulate", [1, 3])
+def test_beside_tensor_and_pipeline_ranks(pool, layout, accumulate):
+    dataset = vectors(48)
+    clip = partial(nn.utils.clip_grad_norm_, max_norm=0.05)
+    wanted, norms = reference(make(Planned), global_steps(dataset, 4, 2, accumulate), clip=clip)
+    settings = {"gradient_clip_val": 0.05, "accumulate_grad_batches": accumulate}
+    check(pool, layout, dataset, 4, wanted, norms, factory=Planned, **settings)
+
+
+@pytest.mark.slow
+def test_beside_both(pool):
+    dataset = vectors(16)
+    wanted, norms = reference(make(Planned), global_steps(dataset, 4, 2))
+    check(pool, "pp=2,shard=2,tp=2,ep=2", dataset, 4, wanted, norms, factory=Planned)
+
+
+@pytest.mark.parametrize("schedule", [schedule for schedule in SCHEDULES if schedule != "1F1B"])
+def test_under_every_schedule(pool, schedule):
+    dataset = vectors(32)
+    wanted, norms = reference(make(Deep), global_steps(dataset, 8, 2))
+    settings = {"pipeline_schedule": schedule, "microbatches": 4}
+    check(pool, "pp=2,shard=2,ep=2", dataset, 8, wanted, norms, factory=Deep, strategy_kwargs=settings)
+
+
+class Weighted(Deep):
+    """With auxiliary losses, which only the step's end adds to the loss."""
+
+    def __init__(self):
+        super().__init__(balance_coefficient=0.1, z_coefficient=0.01)
+
+
+@pytest.mark.parametrize("layout", ["pp=2", "pp=2,shard=2,ep=2"])
+@pytest.mark.parametrize("schedule", ["1F1B", "Interleaved1F1B", "ZBVZeroBubble"])
+def test_auxiliary_losses_of_all_stages(pool, layout, schedule):
+    """One process with the same microbatches, each that of all data ranks together."""
+    _, data_ranks = sizes(layout)
+    dataset = vectors(16 * data_ranks)
+    module = make(Weighted).double()
+    module.train()
+    optimizer = module.configure_optimizers()
+    wanted_losses = []
+    for step in range(2):
+        optimizer.zero_grad()
+        losses = []
+        for microbatch in range(4):
+            first = data_ranks * (8 * step + 2 * microbatch)
+            batch = torch.utils.data.default_collate([dataset[first + i] for i in range(2 * data_ranks)])
+            losses.append(module.loss(batch))
+            (losses[-1] / 4).backward()
+        optimizer.step()
+        wanted_losses.append(sum(loss.item() for loss in losses) / 4)
+    settings = {"pipeline_schedule": schedule, "microbatches": 4}
+    results = check(pool, layout, dataset, 8, dict(module.state_dict()), factory=Weighted, strategy_kwargs=settings)
+    for rank, result in enumerate(results):
+        if result["losses"]:
+            assert len(result["losses"]) == 8, rank
+    logged = [result["losses"] for result in results if result["losses"]]
+    means = [sum(losses[4 * step + i] for losses in logged for i in range(4)) / 4 / len(logged) for step in range(2)]
+    assert means == pytest.approx(wanted_losses, rel=1e-9)
+
+
+class Balanced(LanguageModel):
+    """A causal language model on sequences that are cut, with balancing biases."""
+
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        import transformers as T
+
+        config = T.MixtralConfig(
+            hidden_size=16,
+            intermediate_size=32,
+            num_hidden_layers=2,
+            num_attention_heads=2,
+            num_key_value_heads=2,
+            vocab_size=32,
+            num_local_experts=4,
+        )
+        config._experts_implementation = "eager"
+        self.model = T.MixtralForCausalLM(config)
+
+
+class BalancedMasked(Masked, Balanced):
+    pass
+
+
+@pytest.mark.parametrize("layout", ["cp=2,ep=2", "shard=2,cp=2,ep=2", "shard=2,cp=2,ep=4", "pp=2,cp=2,ep=2"])
+def test_beside_context_ranks(pool, layout):
+    world, data_ranks = sizes(layout)
+    module = make(BalancedMasked).double()
+    optimizer = module.configure_optimizers()
+    dataset = Sequences(16)
+    for start in range(0, 16, 4 * data_ranks):
+        rows = slice(start, start + 4 * data_ranks)
+        optimizer.zero_grad()
+        module.loss(
+            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
+        ).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+    results = pool.run(fit, world, layout, BalancedMasked, gradient_clip_val=0.3, init_process_group=False, timeout=120)
+    assert worst(merged(results), dict(module.state_dict())) < 1e-6
+
+
+def test_auxiliary_losses_beside_context_ranks_are_refused(pool):
+    with pytest.raises(WorkerError, match=r"context_parallel_size=2 does not fit model\.blocks\.0\.moe"):
+        check(pool, "cp=2", vectors(8), 4, {}, factory=Weighted)
+
+
+class WithRouterLogits(Mixtral):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        self.model.config.output_router_logits = True
+
+
+def test_balancing_loss_of_a_hugging_face_model_under_a_pipeline_is_refused(pool):
+    with pytest.raises(WorkerError, match=r"pipeline_parallel_size=2 does not fit output_router_logits=True"):
+        check(pool, "pp=2", tokens(8), 4, {}, factory=WithRouterLogits)

@@ -39,6 +39,7 @@ class DeepMasked(Deep, MaskedClassifier):
 
 def sizes(layout: str) -> tuple[int, int]:
     parts = {name: int(size) for name, size in (part.split("=") for part in layout.split(","))}
+    parts.pop("ep", None)  # experts share the ranks of other axes
     return math.prod(parts.values()), parts.get("replicate", 1) * parts.get("shard", 1)
 
 

@@ -182,7 +182,8 @@ def train(
     run = trainer(layout, callbacks=[norms, *kwargs.pop("callbacks", [])], use_distributed_sampler=False, **kwargs)
     loader = DataLoader(dataset, batch_size=batch_size, sampler=InOrder(dataset, run.strategy))
     run.fit(module, loader)
-    return {"weights": full_state(module), "norms": norms.norms, "steps": run.global_step}
+    losses = getattr(module, "losses", [])
+    return {"weights": full_state(module), "norms": norms.norms, "steps": run.global_step, "losses": losses}
 
 
 def merged(results: Sequence[dict[str, Any]]) -> dict[str, Tensor]:

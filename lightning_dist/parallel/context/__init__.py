@@ -1,6 +1,6 @@
 """Context parallelism: each rank holds a part of every sequence, and attention reaches the whole."""
 
-from lightning_dist.parallel.context.attention import context_attention, ulysses_attention
+from lightning_dist.parallel.context.attention import NO_ATTENTION, context_attention, ulysses_attention
 from lightning_dist.parallel.context.huggingface import prepare_network
 from lightning_dist.parallel.context.sequence import (
     ContextParallel,
@@ -14,6 +14,7 @@ from lightning_dist.parallel.context.sequence import (
 )
 
 __all__ = [
+    "NO_ATTENTION",
     "ContextParallel",
     "combine_loss",
     "context_attention",

@@ -19,6 +19,11 @@ from lightning_dist.parallel.context.sequence import ContextParallel, gather_seq
 from lightning_dist.parallel.tensor.attention import NEEDS_NO_WEIGHTS, without_attention_weights
 from lightning_dist.parallel.tensor.dropout import RandomRegion
 
+NO_ATTENTION = (
+    "Context parallelism: the step called no F.scaled_dot_product_attention, so each rank attended to its own tokens"
+    " only. Attention written out by hand does not work over context ranks; call that function instead."
+)
+
 _scaled_dot_product_attention = F.scaled_dot_product_attention
 
 
@@ -53,10 +58,7 @@ def context_attention(context: ContextParallel, length: int | None = None) -> It
             stack.enter_context(_torch_context_parallel(context, length))
         yield
     if not context.attentions:
-        raise RuntimeError(
-            "Context parallelism: the step called no F.scaled_dot_product_attention, so each rank attended to its own"
-            " tokens only. Attention written out by hand does not work over context ranks; call that function instead."
-        )
+        raise RuntimeError(NO_ATTENTION)
 
 
 def ulysses_attention(

@@ -239,14 +239,15 @@ def sum_context_gradients(parameters: Iterable[Tensor], context: ContextParallel
     """Sums all gradients over the context group, in place; once per optimizer step, after the last backward.
 
     Collectives: one all-reduce for each 64 MiB of gradients of one type, over the context group. Parameters without a
-    gradient are passed over, so the ranks must have the same ones.
+    gradient are passed over, so the ranks must have the same ones. Experts that are spread over ranks are passed over
+    too: the exchange of tokens has summed theirs.
 
     Args:
         parameters: This rank's parameters; of a DTensor its own part is summed with the same part of the others.
     """
     by_type: dict[tuple[torch.dtype, torch.device], list[Tensor]] = {}
     for parameter in parameters:
-        if parameter.grad is not None:
+        if parameter.grad is not None and not _is_spread(parameter):
             local = parameter.grad.to_local() if isinstance(parameter.grad, DTensor) else parameter.grad
             if local.numel():
                 by_type.setdefault((local.dtype, local.device), []).append(local)
@@ -256,6 +257,11 @@ def sum_context_gradients(parameters: Iterable[Tensor], context: ContextParallel
             dist.all_reduce(joined, group=context.group)
             parts = joined.split([gradient.numel() for gradient in bucket])
             torch._foreach_copy_(bucket, [part.view(g.shape) for part, g in zip(parts, bucket, strict=True)])
+
+
+def _is_spread(parameter: Tensor) -> bool:
+    """Whether it belongs to experts on a mesh of their own, whose axes cross those of the context."""
+    return isinstance(parameter, DTensor) and "expert" in (parameter.device_mesh.mesh_dim_names or ())
 
 
 def _buckets(tensors: Sequence[Tensor]) -> list[list[Tensor]]:

@@ -1,6 +1,7 @@
 """Mixtures of experts, on one device and spread over ranks that exchange tokens."""
 
 from lightning_dist.parallel.expert.apply import ExpertReport, apply_expert_parallel, build_expert_mesh
+from lightning_dist.parallel.expert.beside import check_beside_other_axes, leave_experts_out
 from lightning_dist.parallel.expert.discovery import experts_within, find_experts, share_tokens
 from lightning_dist.parallel.expert.exchange import exchange_tokens
 from lightning_dist.parallel.expert.experts import Experts
@@ -21,9 +22,11 @@ __all__ = [
     "attach_loss",
     "auxiliary_loss",
     "build_expert_mesh",
+    "check_beside_other_axes",
     "exchange_tokens",
     "experts_within",
     "find_experts",
+    "leave_experts_out",
     "load_balancing_loss",
     "save_pretrained",
     "share_tokens",

@@ -31,9 +31,9 @@ def load_balancing_loss(scores: Tensor, top_k_index: Tensor, group: dist.Process
     flat = top_k_index.reshape(-1)
     counts = flat.new_zeros(num_experts + 1).scatter_add_(0, flat, torch.ones_like(flat))
     counts[num_experts] = tokens
-    fractions = sum_over(counts, group)
+    counts = sum_over(counts, group).to(scores.dtype)
     shares = scores / (scores.sum(-1, keepdim=True) + 1e-20)
-    return num_experts * (fractions[:-1] / fractions[-1].clamp(min=1) * mean_of_rows(shares)).sum()
+    return num_experts * (counts[:-1] / counts[-1].clamp(min=1) * mean_of_rows(shares)).sum()
 
 
 def z_loss(logits: Tensor) -> Tensor:

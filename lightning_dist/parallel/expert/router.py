@@ -123,10 +123,11 @@ def update_expert_biases(network: nn.Module) -> None:
 
     Collectives: one all-reduce of ``layers * experts`` numbers over the ranks with other tokens.
     """
-    routers = [module for module in network.modules() if isinstance(module, TopKRouter) and module.bias_update_rate > 0]
+    # A router of another pipeline stage has lost its buffers.
+    routers = [module for module in network.modules() if isinstance(module, TopKRouter) and module.load is not None]
     if not routers:
         return
-    load = torch.cat([router.load for router in routers if router.load is not None])
+    load = torch.cat([router.load for router in routers])  # type: ignore[misc]
     group = one_token_group(router.__dict__.get("token_ranks") for router in routers)
     if group is not None:
         dist.all_reduce(load, group=group)

@@ -21,6 +21,7 @@ from lightning_dist import _compat
 from lightning_dist.parallel.pipeline.attach import AttachedPipeline
 from lightning_dist.parallel.pipeline.batch_statistics import BatchStatistics
 from lightning_dist.parallel.pipeline.boundary import BoundaryBook, BoundarySpec, OutputSpec
+from lightning_dist.parallel.pipeline.carried_losses import LossCarrier
 from lightning_dist.parallel.pipeline.dispatch import StageBoundary, StageRun, unflatten_boundary
 from lightning_dist.parallel.pipeline.foreign import PipelineError, first_foreign
 from lightning_dist.parallel.pipeline.guards import no_gradients_by_hand
@@ -115,6 +116,7 @@ class PipelineRunner:
         self._clock: ActionClock | None = None
         self._measure_next = False
         self._statistics = BatchStatistics(pipeline.stages)
+        self._losses = LossCarrier(pipeline.module)
         self._units = [unit for stage in self.stages for unit in stage.modules() if isinstance(unit, FSDPModule)]
         self._rank = pipeline.dispatcher.rank
         # torch's schedules know a loop only forwards and a V; a loop laid backwards is the same with ranks renamed.
@@ -302,7 +304,7 @@ class PipelineRunner:
             positions[-1],
             is_last,
             microbatch,
-            _unflatten(boundary, received),
+            self._losses.arrive(_unflatten(boundary, received)),
             stand_in,
             observe,
         )
@@ -313,7 +315,7 @@ class PipelineRunner:
         if is_last:
             return self._finish(batch, microbatch, value)
         name = self.plan.chain[positions[-1]]
-        output, tensors = OutputSpec.of(value, name)
+        output, tensors = OutputSpec.of(self._losses.leave(value), name)
         tensors = [_sendable(tensor, tensors[:place]) for place, tensor in enumerate(tensors)]
         if known:
             self._book.check(stage, microbatch, output, name)

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import torch
 import torch.distributed as dist
@@ -20,6 +20,7 @@ def shard_stages(
     *,
     units: Sequence[str] = (),
     reshard_after_forward: bool = False,
+    ignored: Iterable[nn.Parameter] = (),
 ) -> None:
     """Shards this rank's stages over the data axes: each chain module is a unit, each stage a root.
 
@@ -34,6 +35,7 @@ def shard_stages(
         units: Full names of modules inside chain modules to gather one at a time as well.
         reshard_after_forward: Whether a unit's parameters are freed between forward and backward, which costs an
             all-gather for each microbatch.
+        ignored: Parameters that are left as they are (experts that are spread over ranks).
 
     Raises:
         ValueError: If parameters are to be freed after forward under a schedule that splits the backward: torch 2.13
@@ -47,7 +49,7 @@ def shard_stages(
             " of GPipe, 1F1B, Interleaved1F1B."
         )
     axes = mesh.mesh_dim_names or ()
-    loose = set(pipeline.loose_parameters)
+    loose = {*pipeline.loose_parameters, *ignored}
 
     def shard(module: nn.Module) -> None:
         if isinstance(module, FSDPModule):

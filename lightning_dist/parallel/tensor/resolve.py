@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import difflib
-import fnmatch
 from collections.abc import Callable, Mapping
 from dataclasses import dataclass, field
 
@@ -13,6 +12,7 @@ from torch.distributed.tensor.parallel.style import ParallelStyle
 from lightning_dist.parallel.tensor import styles
 from lightning_dist.parallel.tensor.attention import check_attention
 from lightning_dist.parallel.tensor.heads import HeadPlan, plan_heads
+from lightning_dist.plan.model_plan import matches
 
 Rule = str | ParallelStyle
 
@@ -175,11 +175,11 @@ def _expand(network: nn.Module, plan: Mapping[str, Rule]) -> tuple[dict[str, Rul
     rules: dict[str, Rule] = {}
     parameter_rules: dict[str, dict[str, str]] = {}
     for pattern, rule in plan.items():
-        found = [name for name in modules if _matches(name, pattern)]
+        found = [name for name in modules if matches(name, pattern)]
         rules.update(dict.fromkeys(found, rule))
         if found:
             continue
-        found = [name for name in parameters if _matches(name, pattern)]
+        found = [name for name in parameters if matches(name, pattern)]
         if not found:
             near = difflib.get_close_matches(pattern, modules, n=3, cutoff=0.4) or modules[1:6]
             raise ValueError(
@@ -280,10 +280,3 @@ def is_inside(name: str, block: str) -> bool:
 
 def join(*parts: str) -> str:
     return ".".join(filter(None, parts))
-
-
-def _matches(name: str, pattern: str) -> bool:
-    if not name:
-        return not pattern
-    parts, wanted = name.split("."), pattern.split(".")
-    return len(parts) == len(wanted) and all(map(fnmatch.fnmatchcase, parts, wanted))

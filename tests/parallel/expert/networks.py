@@ -22,11 +22,11 @@ class Block(nn.Module):
 
 
 class Network(nn.Module):
-    """Two blocks and a head; the loss is a mean over samples plus the auxiliary losses."""
+    """Blocks and a head; the loss is a mean over samples plus the auxiliary losses."""
 
-    def __init__(self, **settings):
+    def __init__(self, depth=2, **settings):
         super().__init__()
-        self.blocks = nn.ModuleList(Block(**settings) for _ in range(2))
+        self.blocks = nn.ModuleList(Block(**settings) for _ in range(depth))
         self.head = nn.Linear(WIDTH, 3)
 
     def forward(self, x, target):
