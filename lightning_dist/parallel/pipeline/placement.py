@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Literal
 
 
@@ -121,6 +122,13 @@ class PipelinePlan:
     rank_of_stage: tuple[int, ...]
     schedule: Schedule
 
+    @cached_property
+    def _positions(self) -> list[list[int]]:
+        return [
+            [position for position, owner in enumerate(self.stage_of) if owner == stage]
+            for stage in range(self.num_stages)
+        ]
+
     @property
     def num_stages(self) -> int:
         return len(self.rank_of_stage)
@@ -140,7 +148,7 @@ class PipelinePlan:
 
     def positions_of(self, stage: int) -> list[int]:
         """Where in the chain the modules of ``stage`` stand."""
-        return [position for position, owner in enumerate(self.stage_of) if owner == stage]
+        return self._positions[stage]
 
     def modules_of(self, stage: int) -> list[str]:
         return [self.chain[position] for position in self.positions_of(stage)]

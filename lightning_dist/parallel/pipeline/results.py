@@ -152,57 +152,80 @@ def _reduce(numbers: list[Tensor], weights: Weights, how: str | Callable[..., An
     return weighted_mean([number.reshape(()) for number in numbers], weights)
 
 
-def share(
-    value: Any,
-    source: int,
-    group: dist.ProcessGroup,
-    control_group: dist.ProcessGroup,
-    device: torch.device,
-) -> Any:
-    """Gives every rank of ``group`` the nesting of values that its rank ``source`` has.
+class ResultSharer:
+    """Gives every rank of a group the nesting of values that one of them has.
 
-    Tensors stay on the device, so the host waits for no value; structure and plain values travel pickled.
+    Tensors stay on the device, so the host waits for no value. Structure and plain values travel pickled, and only
+    when they are others than the last time.
 
-    Collectives: a broadcast of a pickled object on ``control_group``, and of one flat tensor for each type on
-    ``group``.
-
-    Raises:
-        PipelineError: On every rank, if a part of the value can't be sent.
+    Args:
+        source: The rank in ``group`` that has the values.
+        group: The ranks, for tensors.
+        control_group: A CPU group of the same ranks.
+        device: Where tensors are.
     """
-    box: list[Any] = [None]
-    flat: dict[torch.dtype, list[Tensor]] = {}
-    is_source = dist.get_rank(group) == source
-    if is_source:
-        leaves, structure = pytree.tree_flatten(value)
-        tensors = [leaf.detach().to(device) for leaf in leaves if isinstance(leaf, Tensor)]
-        for tensor in tensors:
-            flat.setdefault(tensor.dtype, []).append(tensor.reshape(-1))
-        described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _Plain(leaf) for leaf in leaves]
-        box[0] = _pickled((structure, described))
-    dist.broadcast_object_list(box, group=control_group, group_src=source)
-    if isinstance(box[0], str):
-        raise PipelineError(box[0])
-    structure, described = pickle.loads(box[0])
-    sizes: dict[torch.dtype, int] = {}
-    for entry in described:
-        if not isinstance(entry, _Plain):
-            sizes[entry[1]] = sizes.get(entry[1], 0) + entry[0].numel()
-    remaining: dict[torch.dtype, Tensor] = {}
-    for dtype, size in sizes.items():
-        whole = torch.cat(flat[dtype]) if is_source else torch.empty(size, dtype=dtype, device=device)
-        dist.broadcast(whole, group=group, group_src=source)
-        remaining[dtype] = whole
-    if is_source:
-        return value
-    leaves = []
-    for entry in described:
-        if isinstance(entry, _Plain):
-            leaves.append(entry.value)
-            continue
-        shape, dtype = entry
-        leaves.append(remaining[dtype][: shape.numel()].view(shape))
-        remaining[dtype] = remaining[dtype][shape.numel() :]
-    return pytree.tree_unflatten(leaves, structure)
+
+    def __init__(
+        self, source: int, group: dist.ProcessGroup, control_group: dist.ProcessGroup, device: torch.device
+    ) -> None:
+        self._source = source
+        self._group = group
+        self._control_group = control_group
+        self._device = device
+        self._is_source = dist.get_rank(group) == source
+        self._last = b""
+
+    def share(self, value: Any) -> Any:
+        """Every rank gets the source's ``value``; all ranks must call it.
+
+        Collectives: a broadcast of 8 bytes on the control group, a second one of the description where it has changed,
+        and of one flat tensor for each type on the group.
+
+        Raises:
+            PipelineError: On every rank, if a part of the value can't be sent.
+        """
+        flat: dict[torch.dtype, list[Tensor]] = {}
+        description: bytes = b""
+        if self._is_source:
+            leaves, structure = pytree.tree_flatten(value)
+            for leaf in leaves:
+                if isinstance(leaf, Tensor):
+                    flat.setdefault(leaf.dtype, []).append(leaf.detach().to(self._device).reshape(-1))
+            described = [(leaf.shape, leaf.dtype) if isinstance(leaf, Tensor) else _Plain(leaf) for leaf in leaves]
+            description = _pickled((structure, described))
+        structure, described = pickle.loads(self._same_everywhere(description))
+        if isinstance(structure, _Failure):
+            raise PipelineError(structure.sentence)
+        sizes: dict[torch.dtype, int] = {}
+        for entry in described:
+            if not isinstance(entry, _Plain):
+                sizes[entry[1]] = sizes.get(entry[1], 0) + entry[0].numel()
+        remaining: dict[torch.dtype, Tensor] = {}
+        for dtype, size in sizes.items():
+            whole = torch.cat(flat[dtype]) if self._is_source else torch.empty(size, dtype=dtype, device=self._device)
+            dist.broadcast(whole, group=self._group, group_src=self._source)
+            remaining[dtype] = whole
+        if self._is_source:
+            return value
+        leaves = []
+        for entry in described:
+            if isinstance(entry, _Plain):
+                leaves.append(entry.value)
+                continue
+            shape, dtype = entry
+            leaves.append(remaining[dtype][: shape.numel()].view(shape))
+            remaining[dtype] = remaining[dtype][shape.numel() :]
+        return pytree.tree_unflatten(leaves, structure)
+
+    def _same_everywhere(self, description: bytes) -> bytes:
+        """The source's description; sent as its length and itself, or as 0 where it is that of the last time."""
+        length = torch.tensor([0 if description == self._last else len(description)])
+        dist.broadcast(length, group=self._control_group, group_src=self._source)
+        if int(length):
+            sent = torch.frombuffer(bytearray(description or bytes(int(length))), dtype=torch.uint8)
+            dist.broadcast(sent, group=self._control_group, group_src=self._source)
+            self._last = sent.numpy().tobytes()
+        return self._last
 
 
 @dataclass(frozen=True)
@@ -210,12 +233,18 @@ class _Plain:
     value: Any
 
 
-def _pickled(value: Any) -> bytes | str:
-    """The pickle, or the sentence to raise on every rank."""
+@dataclass(frozen=True)
+class _Failure:
+    sentence: str
+
+
+def _pickled(value: Any) -> bytes:
+    """The pickle, or that of the sentence to raise on every rank."""
     try:
         return pickle.dumps(value)
     except Exception as error:  # whatever an object raises that does not want to be pickled
-        return (
+        sentence = (
             "What the step logged or returned on the pipeline's last stage can't be sent to the other ranks:"
             f" {type(error).__name__}: {error}."
         )
+        return pickle.dumps((_Failure(sentence), []))

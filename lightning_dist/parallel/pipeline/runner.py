@@ -28,7 +28,7 @@ from lightning_dist.parallel.pipeline.guards import no_gradients_by_hand
 from lightning_dist.parallel.pipeline.microbatches import count_samples, even_sizes, signature, split_batch
 from lightning_dist.parallel.pipeline.placement import choose_microbatches, fit_microbatches
 from lightning_dist.parallel.pipeline.random_streams import RandomStreams
-from lightning_dist.parallel.pipeline.results import share
+from lightning_dist.parallel.pipeline.results import ResultSharer
 from lightning_dist.parallel.pipeline.stage import BoundaryStage
 from lightning_dist.parallel.pipeline.timings import Action, ActionClock
 
@@ -117,6 +117,7 @@ class PipelineRunner:
         self._measure_next = False
         self._statistics = BatchStatistics(pipeline.stages)
         self._losses = LossCarrier(pipeline.module)
+        self._sharer = ResultSharer(pipeline.plan.last_rank, group, control_group, device)
         self._units = [unit for stage in self.stages for unit in stage.modules() if isinstance(unit, FSDPModule)]
         self._rank = pipeline.dispatcher.rank
         # torch's schedules know a loop only forwards and a V; a loop laid backwards is the same with ranks renamed.
@@ -184,8 +185,8 @@ class PipelineRunner:
         return self._run(microbatches, step, kind, False, [1.0] * len(microbatches.parts), step_index)
 
     def share(self, value: Any) -> Any:
-        """Gives every rank of the pipeline what the rank with the last stage has; see `results.share`."""
-        return share(value, self.plan.last_rank, self.group, self.control_group, self._device)
+        """Gives every rank of the pipeline what the rank with the last stage has; see `ResultSharer.share`."""
+        return self._sharer.share(value)
 
     def measure_next(self) -> None:
         """Has the times of the next batch's actions noted, for `measured`; all ranks must ask for it together."""

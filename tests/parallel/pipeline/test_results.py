@@ -11,7 +11,7 @@ import torch.distributed as dist
 from torch import nn
 
 from lightning_dist.parallel.pipeline.foreign import ForeignActivation, PipelineError
-from lightning_dist.parallel.pipeline.results import LogRecorder, merge_outputs, share, weighted_mean
+from lightning_dist.parallel.pipeline.results import LogRecorder, ResultSharer, merge_outputs, weighted_mean
 from lightning_dist.testing import WorkerError, WorkerPool
 
 
@@ -104,13 +104,27 @@ def share_from_last(what: str) -> Any:
     group = dist.group.WORLD
     source = dist.get_world_size() - 1
     mine = values[what] if dist.get_rank() == source else None
-    return share(mine, source, group, group, torch.device("cpu"))
+    return ResultSharer(source, group, group, torch.device("cpu")).share(mine)
 
 
 def test_every_rank_gets_what_one_has(pool: WorkerPool) -> None:
     for value in pool.run(share_from_last, 3, "nested", timeout=60):
         assert value["a"][0].tolist() == [0, 1, 2] and value["a"][1] == 2.5 and value["a"][1].dtype == torch.float64
         assert value["b"][:2] == ("text", None) and value["b"][2].shape == (2, 2) and value["c"].shape == (0,)
+
+
+def share_in_turn() -> list[Any]:
+    group = dist.group.WORLD
+    sharer = ResultSharer(0, group, group, torch.device("cpu"))
+    turns: list[Any] = [{"a": number(1.0)}, {"a": number(2.0)}, {"a": number(3.0), "b": 1}, {"a": number(4.0), "b": 2}]
+    return [sharer.share(turn if dist.get_rank() == 0 else None) for turn in turns]
+
+
+def test_every_turn_has_its_own_values(pool: WorkerPool) -> None:
+    """Tensors change from turn to turn; structure and plain values are sent again only where they do."""
+    for turns in pool.run(share_in_turn, 2, timeout=60):
+        assert [turn["a"].item() for turn in turns] == [1, 2, 3, 4]
+        assert [turn.get("b") for turn in turns] == [None, None, 1, 2]
 
 
 def test_what_can_not_be_sent_is_an_error_on_every_rank(pool: WorkerPool) -> None:
