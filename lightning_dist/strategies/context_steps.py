@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
+from functools import partial
 from typing import Any
 
 import torch
 import torch.distributed as dist
+from lightning.pytorch import LightningModule
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 
@@ -15,6 +17,7 @@ from lightning_dist.parallel.context import (
     NO_ATTENTION,
     ContextParallel,
     combine_loss,
+    combine_value,
     context_attention,
     cut_batch,
     loss_share,
@@ -45,12 +48,17 @@ def prepare_context(network: nn.Module, plan: ModelPlan | None, mesh: DeviceMesh
 class ContextSteps:
     """Runs a module's steps on this rank's part of the sequences.
 
+    Numbers that a step logs become those of the whole sequences: means weighted by the ranks' targets, or what
+    ``reduce_fx`` says. Metric objects gather the ranks' tokens when they are computed.
+
     Args:
+        module: The module, whose ``log`` is met.
         context: The ranks that share each sequence.
         sequence_dims: The entries of a batch that are cut, and along which dimension.
     """
 
-    def __init__(self, context: ContextParallel, sequence_dims: Mapping[str, int]) -> None:
+    def __init__(self, module: LightningModule, context: ContextParallel, sequence_dims: Mapping[str, int]) -> None:
+        self._module = module
         self._context = context
         self._sequence_dims = sequence_dims
         self._stages_checked = False
@@ -58,16 +66,34 @@ class ContextSteps:
     def train(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
         """Runs a training step on this rank's tokens; the loss it returns is that of the whole sequences.
 
-        Collectives: those of attention, and one all-reduce of a scalar over the context group.
+        Collectives: those of attention, and one all-reduce of a scalar over the context group, one more for each
+        number that is logged.
         """
-        return self.combine(self.evaluate(step, batch, *rest, **kwargs), self.share(batch))
+        share = self.share(batch)
+        return self._combine(self._run(step, batch, share, *rest, **kwargs), share)
 
     def evaluate(self, step: Callable[..., Any], batch: Any, *rest: Any, **kwargs: Any) -> Any:
-        """Runs a step on this rank's tokens; what it returns and logs is this rank's, unless the network puts its loss
-        together over the ranks, as Hugging Face models do."""
+        """Runs a step on this rank's tokens; what it returns is this rank's, what it logs is of the whole sequences."""
+        return self._run(step, batch, self.share(batch), *rest, **kwargs)
+
+    def _run(self, step: Callable[..., Any], batch: Any, share: Tensor, *rest: Any, **kwargs: Any) -> Any:
         self._context.loss_combined = False
-        with context_attention(self._context):
+        with context_attention(self._context), self._whole_numbers_logged(share):
             return step(self.cut(batch), *rest, **kwargs)
+
+    def microbatch(self, step: Callable[[], Any], share: Tensor, *, training: bool, logs: bool) -> Any:
+        """Runs a stage's step on a microbatch that has been cut; a training step's loss is that of whole sequences.
+
+        Args:
+            step: Runs the step.
+            share: Of the whole microbatch.
+            training: Whether the step returns a loss.
+            logs: Whether what is logged on this rank counts.
+        """
+        self._context.loss_combined = False
+        with self._whole_numbers_logged(share) if logs else nullcontext():
+            output = step()
+        return self._combine(output, share) if training else output
 
     def cut(self, batch: Any) -> Any:
         """This rank's part of the sequences of a batch."""
@@ -77,14 +103,29 @@ class ContextSteps:
         """Which part of the loss of a whole batch this rank's loss is."""
         return loss_share(batch, self._sequence_dims, self._context)
 
-    def combine(self, output: Any, share: Tensor) -> Any:
-        """What a training step returned, its loss that of the whole sequences.
-
-        Collectives: one all-reduce of a scalar over the context group.
-        """
+    def _combine(self, output: Any, share: Tensor) -> Any:
         if isinstance(output, dict):
             return {**output, "loss": combine_loss(output["loss"], share, self._context)}
         return combine_loss(output, share, self._context) if isinstance(output, Tensor) else output
+
+    @contextmanager
+    def _whole_numbers_logged(self, share: Tensor) -> Generator[None, None, None]:
+        before = self._module.__dict__.get("log")
+        self._module.log = partial(self._log, self._module.log, share)  # type: ignore[method-assign]
+        try:
+            yield
+        finally:
+            del self._module.__dict__["log"]
+            if before is not None:
+                self._module.log = before  # type: ignore[method-assign]
+
+    def _log(self, log: Callable[..., None], share: Tensor, name: str, value: Any, *args: Any, **kwargs: Any) -> None:
+        reduce_fx = kwargs.get("reduce_fx", "mean")
+        how = reduce_fx if isinstance(reduce_fx, str) else getattr(reduce_fx, "__name__", "")
+        if isinstance(value, int | float) or (type(value) is Tensor and value.numel() == 1):
+            own = torch.as_tensor(value, device=share.device)
+            value = combine_value(own, share, self._context, how if how in ("sum", "max", "min") else "mean")
+        log(name, value, *args, **kwargs)
 
     @contextmanager
     def attention_of_stages(self, control_group: dist.ProcessGroup) -> Generator[None, None, None]:
@@ -101,10 +142,6 @@ class ContextSteps:
             dist.all_reduce(seen, group=control_group)
             if not seen:
                 raise RuntimeError(NO_ATTENTION)
-
-    def begin_microbatch(self) -> None:
-        """Each forward tells anew whether the network has put its loss together itself."""
-        self._context.loss_combined = False
 
     @contextmanager
     def backward_attention(self) -> Generator[None, None, None]:

@@ -297,7 +297,7 @@ class HybridParallelStrategy(ParallelStrategy):
                     f" {self.layout} with {self._settings}. Make a new module and load a checkpoint."
                 )
             self._parallel_module = earlier
-            self._set_context(earlier)
+            self._set_context(module, earlier)
             if earlier.pipeline is not None and self._pipeline is None:
                 self._drive_stages(module, earlier.pipeline)
             return
@@ -312,14 +312,14 @@ class HybridParallelStrategy(ParallelStrategy):
             convert=self.precision_plugin.convert_module,
         )
         self._parallel_module = setup.made
-        self._set_context(setup.made)
+        self._set_context(module, setup.made)
         if setup.made.pipeline is not None:
             self._drive_stages(module, setup.made.pipeline, setup.tracer, setup.shared)
         module.__dict__[STATE_NAME] = setup.made
 
-    def _set_context(self, made: ParallelModule) -> None:
+    def _set_context(self, module: LightningModule, made: ParallelModule) -> None:
         if made.context is not None and made.sequence_dims is not None:
-            self._context = ContextSteps(made.context, made.sequence_dims)
+            self._context = ContextSteps(module, made.context, made.sequence_dims)
 
     def _drive_stages(
         self,
@@ -359,9 +359,9 @@ class HybridParallelStrategy(ParallelStrategy):
             return
         for metric in module.modules():
             if isinstance(metric, Metric):
-                # Ranks of one replica have seen the same samples, which must not count twice.
-                metric.process_group = self._groups.data
-                if self._groups.data is None:
+                # Ranks that have seen the same tokens must not count twice.
+                metric.process_group = self._groups.tokens
+                if self._groups.tokens is None:
                     metric.distributed_available_fn = _never
         if not any(isinstance(callback, EpochAgreement) for callback in trainer.callbacks):  # type: ignore[attr-defined]
             trainer.callbacks.insert(0, EpochAgreement(self))  # type: ignore[attr-defined]

@@ -159,12 +159,15 @@ class PipelineSteps:
         call, context = getattr(self._module, method), self._context
         if context is None:
             return partial(_recorded_step, call, rest, recorder), parts
-        shares = [context.share(part) for part in parts.parts] if method == "training_step" else None
+        shares = [context.share(part) for part in parts.parts]
 
         def step(part: Any, microbatch: int) -> Any:
-            context.begin_microbatch()
-            output = _recorded_step(call, rest, recorder, part, microbatch)
-            return output if shares is None else context.combine(output, shares[microbatch])
+            return context.microbatch(
+                partial(_recorded_step, call, rest, recorder, part, microbatch),
+                shares[microbatch],
+                training=method == "training_step",
+                logs=self.runner.has_last_stage,
+            )
 
         return step, replace(parts, parts=[context.cut(part) for part in parts.parts])
 

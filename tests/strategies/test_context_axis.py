@@ -4,6 +4,7 @@ import pytest
 import torch
 from torch import nn
 from torch.utils.data import DataLoader, Dataset
+from torchmetrics.classification import MulticlassAccuracy
 
 from lightning_dist import ModelPlan
 from lightning_dist.testing import WorkerError
@@ -131,3 +132,74 @@ def test_a_step_without_attention_is_refused(pool, layout):
     world, _ = sizes(layout)
     with pytest.raises(WorkerError, match=r"called no F\.scaled_dot_product_attention"):
         pool.run(fit, world, layout, ByHand, init_process_group=False, timeout=60)
+
+
+class Shifted(Sequences):
+    """Each token's label is the next token's, so that the step may take the loss by itself."""
+
+    def __getitem__(self, i):
+        sample = super().__getitem__(i)
+        return {**sample, "labels": torch.cat([sample["labels"][1:], torch.tensor([-100])])}
+
+
+class LogsByHand(Masked):
+    def __init__(self, **kwargs):
+        super().__init__(**kwargs)
+        accuracy = MulticlassAccuracy(32, average="micro", ignore_index=-100)
+        self.accuracy = nn.ModuleDict({"train_batches": accuracy, "val_batches": accuracy.clone()})
+
+    def take(self, batch, name):
+        labels = batch["labels"]
+        logits = self.model(input_ids=batch["input_ids"], attention_mask=batch["attention_mask"]).logits
+        loss = nn.functional.cross_entropy(logits.flatten(0, 1).double(), labels.flatten(), ignore_index=-100)
+        self.accuracy[f"{name}_batches"](logits.argmax(-1), labels)
+        self.log_dict(
+            {f"{name}_loss": loss, f"{name}_accuracy": self.accuracy[f"{name}_batches"]}, on_step=False, on_epoch=True
+        )
+        self.log(f"{name}_targets", (labels != -100).sum(), reduce_fx="sum", on_step=False, on_epoch=True)
+        return loss
+
+    def training_step(self, batch, batch_idx):
+        return self.take(batch, "train")
+
+    def validation_step(self, batch, batch_idx):
+        self.take(batch, "val")
+
+    def loss_weight(self, batch):
+        return (batch["labels"] != -100).sum()
+
+
+def logged(layout):
+    module = make(LogsByHand)
+    run = trainer(layout, use_distributed_sampler=False, strategy_kwargs={"microbatches": 2} if "pp" in layout else {})
+    loader = DataLoader(Shifted(8), 4)
+    run.fit(module, loader, loader)
+    return {name: value.item() for name, value in run.callback_metrics.items()}
+
+
+@pytest.mark.parametrize("layout", ["cp=2", "pp=2,cp=2"])
+def test_logged_numbers_are_those_of_whole_sequences(pool, layout):
+    """C09: the ranks hold different numbers of targets, so a mean of their means would be another number."""
+    world, _ = sizes(layout)
+    module = make(LogsByHand).double()
+    module.log = module.log_dict = lambda *_, **__: None
+    optimizer = module.configure_optimizers()
+    batches = list(DataLoader(Shifted(8), 4))
+    train_losses = []
+    for batch in batches:
+        optimizer.zero_grad()
+        train_losses.append(module.training_step(batch, 0))
+        train_losses[-1].backward()
+        optimizer.step()
+    with torch.no_grad():
+        losses = [module.take(batch, "val").item() for batch in batches]
+    wanted = {
+        "train_loss": sum(loss.item() for loss in train_losses) / 2,
+        "val_loss": sum(losses) / 2,
+        "train_accuracy": module.accuracy["train_batches"].compute().item(),
+        "val_accuracy": module.accuracy["val_batches"].compute().item(),
+    }
+    targets = sum(int((batch["labels"] != -100).sum()) for batch in batches)
+    for metrics in pool.run(logged, world, layout, init_process_group=False, timeout=120):
+        assert metrics.pop("train_targets") == metrics.pop("val_targets") == targets
+        assert metrics == pytest.approx(wanted, rel=1e-6)

@@ -5,6 +5,7 @@ from lightning_dist.parallel.context.huggingface import prepare_network
 from lightning_dist.parallel.context.sequence import (
     ContextParallel,
     combine_loss,
+    combine_value,
     cut_batch,
     gather_sequence,
     loss_share,
@@ -17,6 +18,7 @@ __all__ = [
     "NO_ATTENTION",
     "ContextParallel",
     "combine_loss",
+    "combine_value",
     "context_attention",
     "cut_batch",
     "gather_sequence",

@@ -20,6 +20,7 @@ IGNORED = -100
 """The label that losses pass over, in torch and in Hugging Face."""
 
 _TARGET_NAMES = ("labels", "label", "targets", "target", "y")
+_OPERATIONS = {"mean": dist.ReduceOp.SUM, "sum": dist.ReduceOp.SUM, "max": dist.ReduceOp.MAX, "min": dist.ReduceOp.MIN}
 _BUCKET = 64 * 2**20  # bytes of gradients in one all-reduce
 
 
@@ -225,6 +226,26 @@ def combine_loss(loss: Tensor, share: Tensor, context: ContextParallel) -> Tenso
         return loss
     own = torch.where(share > 0, loss * share.to(loss.dtype), torch.zeros_like(loss))
     return sum_losses(own, context)
+
+
+def combine_value(value: Tensor, share: Tensor, context: ContextParallel, how: str = "mean") -> Tensor:
+    """What a value that each rank took over its own tokens is over the whole sequences. No gradient.
+
+    Collectives: one all-reduce of a scalar over the context group.
+
+    Args:
+        value: A scalar.
+        share: What :func:`loss_share` gave for this batch: the weight of this rank's tokens.
+        context: The context ranks.
+        how: ``"mean"``, ``"sum"``, ``"max"`` or ``"min"``.
+    """
+    value = value.detach()
+    if how == "mean":
+        value = value if value.is_floating_point() else value.to(torch.get_default_dtype())
+        value = torch.where(share > 0, value * share.to(value.dtype), torch.zeros_like(value))
+    total = value.clone()
+    dist.all_reduce(total, op=_OPERATIONS[how], group=context.group)
+    return total
 
 
 def sum_losses(own: Tensor, context: ContextParallel) -> Tensor:
