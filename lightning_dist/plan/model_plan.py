@@ -53,14 +53,14 @@ def expand_names(network: nn.Module, patterns: Iterable[str], argument: str) -> 
     names = [name for name, _ in network.named_modules() if name]
     found: dict[str, None] = {}
     for pattern in patterns:
-        matches = [name for name in names if matches(name, pattern)]
-        if not matches:
+        hits = [name for name in names if matches(name, pattern)]
+        if not hits:
             near = difflib.get_close_matches(pattern, names, n=3, cutoff=0.4) or names[:5]
             raise ValueError(
                 f"ModelPlan.{argument} names {pattern!r}, which matches no module of {type(network).__name__};"
                 f" near names: {', '.join(near) or 'none, it has no submodules'}."
             )
-        found.update(dict.fromkeys(matches))
+        found.update(dict.fromkeys(hits))
     return list(found)
 
 
