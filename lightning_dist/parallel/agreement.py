@@ -63,20 +63,24 @@ def agree(store: dist.Store, topic: str, value: str, rank: int, ranks: list[int]
         raise DisagreementError(f"{_name(topic)}: the ranks differ: {parts}.")
 
 
-def publish_crash(store: dist.Store, rank: int, error: BaseException, others: int, linger: float = 3.0) -> None:
+def publish_crash(store: dist.Store, rank: int, error: BaseException, world_size: int, linger: float = 3.0) -> None:
     """Tells the other ranks why this one stops, before its process ends and their connections with it.
+
+    A rank that stops as well, a moment later, is not waited for: it has its own reason.
 
     Args:
         store: The store that all ranks share; it dies with rank 0's process.
         rank: This rank.
         error: What it stops for.
-        others: How many other ranks there are.
+        world_size: The number of ranks.
         linger: Seconds to wait at most for the others to have read it, lest a launcher ends them first.
     """
     notice = json.dumps({"rank": rank, "error": f"{type(error).__name__}: {error}"})
     first = store.compare_set(CRASH_KEY, "", notice).decode() == notice
+    store.set(_read_key(rank), "")
+    everyone = [_read_key(other) for other in range(world_size)]
     deadline = time.monotonic() + linger
-    while first and store.add(f"{CRASH_KEY}/read", 0) < others and time.monotonic() < deadline:
+    while first and not store.check(everyone) and time.monotonic() < deadline:
         time.sleep(0.02)
 
 
@@ -122,10 +126,14 @@ class CrashWatch:
                     if (sentence := self.notice()) is not None:
                         # Now: the launcher may end this process before its own exception is printed.
                         print(f"rank {self._rank}: {sentence}", file=sys.stderr, flush=True)
-                        self._store.add(f"{CRASH_KEY}/read", 1)
+                        self._store.set(_read_key(self._rank), "")
                     return
             except RuntimeError:
                 return  # The store's host has gone.
+
+
+def _read_key(rank: int) -> str:
+    return f"{CRASH_KEY}/read by {rank}"
 
 
 def _wait(store: dist.Store, key: str, deadline: float) -> bool:

@@ -725,7 +725,7 @@ class HybridParallelStrategy(ParallelStrategy):
         if notice is not None:
             raise RuntimeError(notice) from exception
         with suppress(RuntimeError):  # The store's host may have gone.
-            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size - 1)
+            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

@@ -472,7 +472,7 @@ class FairScaleShardedStrategy(DDPStrategy):
         if notice is not None:
             raise RuntimeError(notice) from exception
         with suppress(RuntimeError):  # The store's host may have gone.
-            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size - 1)
+            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size)
 
     def teardown(self) -> None:
         if self._shards_gradients:
