@@ -1,6 +1,6 @@
 """How near a pipeline comes to its schedule's ideal, and what it costs beside the same pipeline written by hand.
 
-    python benchmarks/pipeline.py [--rounds 7] [--steps 6]
+    python benchmarks/pipeline.py [--rounds 7] [--steps 6] [--rows 192]
 
 Two CPU processes with one thread each. In every round, one after the other and in turning order: the two ranks' own
 computation at the same time without any exchange (what is ideal but for the bubble), the Trainer with
@@ -30,8 +30,7 @@ from lightning_dist import HybridParallelStrategy
 from lightning_dist.parallel.pipeline.placement import find_schedule, place_stages
 from lightning_dist.testing import WorkerPool
 
-WIDTH, BLOCKS, ROWS, RANKS = 512, 8, 192, 2
-"""Rows are samples of one microbatch."""
+WIDTH, BLOCKS, RANKS = 512, 8, 2
 
 CASES = [
     ("GPipe", 4), ("GPipe", 8), ("1F1B", 4), ("1F1B", 8), ("1F1B", 16), ("Interleaved1F1B", 8),
@@ -81,7 +80,7 @@ def median_gap(times: list[float]) -> float:
     return statistics.median(after - before for before, after in itertools.pairwise(times[1:]))
 
 
-def with_trainer(schedule: str, microbatches: int, steps: int) -> float:
+def with_trainer(schedule: str, microbatches: int, steps: int, rows: int) -> float:
     """Seconds of a step."""
     quiet: dict[str, Any] = dict.fromkeys(
         ("logger", "enable_checkpointing", "enable_progress_bar", "enable_model_summary"), False
@@ -90,7 +89,7 @@ def with_trainer(schedule: str, microbatches: int, steps: int) -> float:
     module = Module()
     strategy = HybridParallelStrategy(layout="pp=2", pipeline_schedule=schedule, microbatches=microbatches)
     trainer = L.Trainer(accelerator="cpu", devices=RANKS, strategy=strategy, max_epochs=1, **quiet)
-    trainer.fit(module, Repeat(torch.randn(ROWS * microbatches, WIDTH), steps + 2))
+    trainer.fit(module, Repeat(torch.randn(rows * microbatches, WIDTH), steps + 2))
     return median_gap(module.times)
 
 
@@ -109,12 +108,12 @@ def stages_of(schedule: str, rank: int) -> dict[int, nn.Module]:
     }
 
 
-def by_hand(schedule: str, microbatches: int, steps: int) -> float:
+def by_hand(schedule: str, microbatches: int, steps: int, rows: int) -> float:
     """Seconds of a step."""
     rank = dist.get_rank()
     parts = stages_of(schedule, rank)
     number = RANKS * len(parts)
-    first, later = torch.randn(ROWS, WIDTH), torch.randn(ROWS, WIDTH, requires_grad=True)
+    first, later = torch.randn(rows, WIDTH), torch.randn(rows, WIDTH, requires_grad=True)
     stages = [
         PipelineStage(
             part, stage, number, torch.device("cpu"), input_args=(later if stage else first,), output_args=(later,)
@@ -126,7 +125,7 @@ def by_hand(schedule: str, microbatches: int, steps: int) -> float:
         stages if len(stages) > 1 else stages[0], microbatches, loss_fn=lambda output, _: output.square().mean()
     )
     optimizer = torch.optim.SGD([parameter for part in parts.values() for parameter in part.parameters()], lr=1e-4)
-    batch = torch.randn(ROWS * microbatches, WIDTH)
+    batch = torch.randn(rows * microbatches, WIDTH)
     times = []
     for _ in range(steps + 2):
         optimizer.zero_grad()
@@ -142,11 +141,11 @@ def by_hand(schedule: str, microbatches: int, steps: int) -> float:
     return median_gap(times)
 
 
-def alone(schedule: str, microbatches: int, steps: int) -> tuple[float, float]:
+def alone(schedule: str, microbatches: int, steps: int, rows: int) -> tuple[float, float]:
     """Seconds that this rank's stages compute in a step, all microbatches one after the other; and the forwards'."""
     parts = stages_of(schedule, dist.get_rank())
     optimizer = torch.optim.SGD([parameter for part in parts.values() for parameter in part.parameters()], lr=1e-4)
-    x = torch.randn(ROWS, WIDTH, requires_grad=True)
+    x = torch.randn(rows, WIDTH, requires_grad=True)
     times, forwards = [], []
     for _ in range(steps + 2):
         optimizer.zero_grad()
@@ -177,6 +176,7 @@ def main() -> None:
     arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
     arguments.add_argument("--rounds", type=int, default=7)
     arguments.add_argument("--steps", type=int, default=6)
+    arguments.add_argument("--rows", type=int, default=192, help="samples of one microbatch")
     options = arguments.parse_args()
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -186,15 +186,15 @@ def main() -> None:
     )
     with WorkerPool() as pool:
         for schedule, microbatches in CASES:
-            print(row(pool, schedule, microbatches, options.rounds, options.steps), flush=True)
+            print(row(pool, schedule, microbatches, options), flush=True)
 
 
-def row(pool: WorkerPool, schedule: str, microbatches: int, rounds: int, steps: int) -> str:
+def row(pool: WorkerPool, schedule: str, microbatches: int, options: argparse.Namespace) -> str:
     def measure(function: Callable[..., Any], **kwargs: Any) -> list[Any]:
-        return pool.run(function, RANKS, schedule, microbatches, steps, timeout=300, **kwargs)
+        return pool.run(function, RANKS, schedule, microbatches, options.steps, options.rows, timeout=300, **kwargs)
 
     took, ideals, efficiencies, overheads = [], [], [], []
-    for turn in range(rounds):
+    for turn in range(options.rounds):
         results: dict[str, list[Any]] = {}
         kinds = ["alone", "trainer", "hand"]
         for kind in kinds if turn % 2 else reversed(kinds):

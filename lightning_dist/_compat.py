@@ -257,3 +257,116 @@ def masks_as_with_values() -> Any:
     if masking is None or not hasattr(masking, "is_tracing"):
         return contextlib.nullcontext()
     return mock.patch.object(masking, "is_tracing", lambda tensor=None: False)
+
+
+def resolve_resume_path(trainer: Any, resolve: Any) -> None:
+    """Asks ``resolve(path)`` which checkpoint a run goes on from, once the ranks have met; None starts afresh.
+
+    Lightning 2.6 settles the path on each rank by itself before there is a process group, and hands it to
+    ``_CheckpointConnector.resume_start``; this stands before that method for the trainer's next run.
+    """
+    connector = trainer._checkpoint_connector
+
+    def resume_start(checkpoint_path: Any = None, weights_only: bool | None = None) -> None:
+        del connector.resume_start
+        connector.resume_start(resolve(checkpoint_path) if checkpoint_path else None, weights_only)
+
+    connector.resume_start = resume_start
+
+
+def batches_processed(trainer: Any) -> int:
+    """How many batches of this epoch have been trained on, the one that just ends included (Lightning 2.6)."""
+    return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
+
+
+def set_batches_done(checkpoint: dict[str, Any], batches: int) -> None:
+    """Changes how many batches of its epoch a checkpoint counts as done (the loops' state of Lightning 2.6)."""
+    current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
+    behind = current["processed"] - current["completed"]
+    current.update(ready=batches, started=batches, processed=batches, completed=batches - behind)
+
+
+COLLECTIVES = (
+    "allreduce allreduce_coalesced broadcast reduce allgather all_gather_single _allgather_base allgather_coalesced"
+    " allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single _reduce_scatter_base"
+    " reduce_scatter_tensor_coalesced alltoall alltoall_base all_to_all_single send recv barrier"
+).split()
+
+
+def watch_collectives(watch: Any) -> Callable[[], None]:
+    """Tells ``watch`` of every collective that Python issues, and of every wait for one (torch 2.11 to 2.13).
+
+    The classes that C++ exports for process groups and their work take attributes, which is how they are wrapped here;
+    waits in C++ (DDP's reducer) are not seen.
+
+    Args:
+        watch: Has ``issued``, ``begin_wait``, ``functional_group``, ``begin_functional_wait`` and ``end_wait``, see
+            ``telemetry/collectives.py``.
+
+    Returns:
+        A function that puts everything back.
+    """
+    from torch.distributed import _functional_collectives as functional
+
+    originals: list[tuple[Any, str, Any]] = []
+
+    def replace(owner: Any, name: str, wrapper: Any) -> None:
+        originals.append((owner, name, owner.__dict__[name]))
+        setattr(owner, name, wrapper)
+
+    def issuing(name: str, original: Any) -> Any:
+        def call(group: Any, *args: Any, **kwargs: Any) -> Any:
+            work = original(group, *args, **kwargs)
+            watch.issued(name, group, args[0] if args else None, work)
+            return work
+
+        return call
+
+    def wait(work: Any, *args: Any, **kwargs: Any) -> Any:
+        token = watch.begin_wait(work)
+        try:
+            return original_wait(work, *args, **kwargs)
+        finally:
+            watch.end_wait(token)
+
+    def resolve(*args: Any, **kwargs: Any) -> str:
+        name = original_resolve(*args, **kwargs)
+        watch.functional_group(name)
+        return name
+
+    def functional_wait(tensor: Any) -> Any:
+        token = watch.begin_functional_wait()
+        try:
+            return original_functional_wait(tensor)
+        finally:
+            watch.end_wait(token)
+
+    for name in COLLECTIVES:
+        if name in dist.ProcessGroup.__dict__:
+            replace(dist.ProcessGroup, name, issuing(name, getattr(dist.ProcessGroup, name)))
+    original_wait = dist.Work.wait
+    replace(dist.Work, "wait", wait)
+    original_resolve, original_functional_wait = functional._resolve_group_name, functional.wait_tensor
+    replace(functional, "_resolve_group_name", resolve)
+    replace(functional, "wait_tensor", functional_wait)
+
+    def put_back() -> None:
+        for owner, name, original in reversed(originals):
+            setattr(owner, name, original)
+
+    return put_back
+
+
+def find_group(name: str) -> dist.ProcessGroup:
+    """The process group that torch knows by a name (torch 2.13: ``_resolve_process_group``)."""
+    return dist.distributed_c10d._resolve_process_group(name)
+
+
+def collectives_issued(group: dist.ProcessGroup) -> int:
+    """How many collectives a group has been given, those of C++ included (torch 2.13)."""
+    return int(group._get_sequence_number_for_group())
+
+
+def at_end_of_backward(callback: Callable[[], None]) -> None:
+    """From a gradient hook: calls back when the running backward has computed its last gradient (torch 2.13)."""
+    torch.autograd.Variable._execution_engine.queue_callback(callback)

@@ -1,6 +1,7 @@
 """Lightning Callback classes: settings and short hooks that call what ``telemetry`` and ``checkpoint`` do."""
 
+from lightning_dist.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_dist.callbacks.pipeline_drawing import PipelineDrawing
 from lightning_dist.callbacks.weight_averaging import ShardedWeightAveraging
 
-__all__ = ["PipelineDrawing", "ShardedWeightAveraging"]
+__all__ = ["FaultTolerantCheckpoint", "PipelineDrawing", "ShardedWeightAveraging"]

@@ -23,6 +23,7 @@ from lightning_dist.checkpoint.optimizer_state import (
     optimizer_state_to_fill,
     restore_optimizer,
 )
+from lightning_dist.checkpoint.random_state import capture_random_state, restore_random_state
 from lightning_dist.checkpoint.read import (
     LoadReport,
     is_checkpoint,
@@ -45,6 +46,7 @@ __all__ = [
     "LoadReport",
     "Report",
     "agree_on_newest",
+    "capture_random_state",
     "consolidate",
     "contents",
     "delete",
@@ -62,6 +64,7 @@ __all__ = [
     "read_tensors",
     "read_trainer_state",
     "restore_optimizer",
+    "restore_random_state",
     "retain",
     "save",
     "sweep",

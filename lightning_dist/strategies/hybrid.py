@@ -679,12 +679,17 @@ class HybridParallelStrategy(ParallelStrategy):
         return module_checkpoint.optimizer_state(self.lightning_module, optimizer)
 
     def save_checkpoint(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
-        """Writes a directory, each rank its own parts. All ranks must call it."""
-        if storage_options is not None:
+        """Writes a directory, each rank its own parts. All ranks must call it.
+
+        Args:
+            checkpoint: Lightning's dictionary.
+            filepath: The directory.
+            storage_options: None, or :class:`~lightning_dist.strategies.module_checkpoint.SaveOptions`.
+        """
+        if storage_options is not None and not isinstance(storage_options, module_checkpoint.SaveOptions):
             raise TypeError("storage_options is not supported: a checkpoint is a directory, not one file.")
-        module_checkpoint.save(
-            checkpoint, self.broadcast(str(filepath)), self._groups.control, self._parallel_module.names
-        )
+        path, names = self.broadcast(str(filepath)), self._parallel_module.names
+        module_checkpoint.save(checkpoint, path, self._groups.control, names, storage_options)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a directory of any layout, or a single file of one device, into this rank's parts."""

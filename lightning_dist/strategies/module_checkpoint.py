@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from typing import Any
 
 import torch
@@ -16,6 +17,20 @@ from torch.utils import _pytree as pytree
 from lightning_dist import checkpoint as engine
 from lightning_dist.checkpoint.read import tensor_index
 
+
+@dataclass(frozen=True)
+class SaveOptions:
+    """How a checkpoint is saved; to be given as ``storage_options`` to ``Trainer.save_checkpoint``.
+
+    Args:
+        rank_state: What only this rank knows.
+        writer: Saves in the background; None returns when the checkpoint is committed.
+    """
+
+    rank_state: dict[str, Any] | None = None
+    writer: engine.BackgroundWriter | None = None
+
+
 PATH_KEY = "lightning_dist_path"
 """Where a loaded dictionary's optimizer state still lies: it is read when the optimizers ask for it."""
 
@@ -25,11 +40,21 @@ def optimizer_state(module: nn.Module, optimizer: Optimizer) -> dict[str, Any]:
     return engine.optimizer_state_by_name(optimizer, _names(module))
 
 
-def save(checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None, names: Sequence[str]) -> None:
+def save(
+    checkpoint: dict[str, Any],
+    path: str,
+    group: dist.ProcessGroup | None,
+    names: Sequence[str],
+    options: SaveOptions | None = None,
+) -> None:
     """Writes a checkpoint directory: parts of tensors by each rank, the rest by the first. All ranks must call it.
 
-    Collectives: those of :func:`lightning_dist.checkpoint.save` over ``group``, a CPU group.
+    Collectives: those of :func:`lightning_dist.checkpoint.save` over ``group``, a CPU group, or those of the writer.
+
+    Raises:
+        CheckpointError: On every rank; with a writer also where an earlier save failed, or is still under way.
     """
+    options = options or SaveOptions()
     checkpoint = dict(checkpoint)
     tensors = {"state_dict": checkpoint.pop("state_dict")}
     for index, state in enumerate(checkpoint.pop("optimizer_states", ())):
@@ -37,7 +62,11 @@ def save(checkpoint: dict[str, Any], path: str, group: dist.ProcessGroup | None,
     for key in [key for key, value in checkpoint.items() if _holds_parts(value, names)]:
         tensors[key] = checkpoint.pop(key)
     order = [f"state_dict.{name}" for name in names]
-    engine.save(path, tensors, checkpoint, info={"parameter_order": order}, group=group)
+    info = {"parameter_order": order}
+    if options.writer is None:
+        engine.save(path, tensors, checkpoint, rank_state=options.rank_state, info=info, group=group)
+    elif not options.writer.save(path, tensors, checkpoint, rank_state=options.rank_state, info=info):
+        raise engine.CheckpointError(f"no checkpoint was taken at {path}: the one before is still being written")
 
 
 def load(

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import AbstractContextManager, nullcontext
-from typing import Any
+from typing import Any, ClassVar
 
 import torch
 import torch.distributed as dist
@@ -65,6 +65,9 @@ class BoundaryStage(PipelineStage):
         clock: Asked at each action: what notes its times, or None.
     """
 
+    observe: ClassVar[Callable[[Kind], AbstractContextManager[None]] | None] = None
+    """What every stage's actions run in, for telemetry; not in a batch that a clock measures."""
+
     def __init__(
         self,
         module: StageModule,
@@ -89,6 +92,8 @@ class BoundaryStage(PipelineStage):
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         clock = self._clock()
+        if clock is None and self.observe is not None:
+            return self.observe(kind)
         return clock.measure(kind, self.stage_index, microbatch) if clock is not None else nullcontext()
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:

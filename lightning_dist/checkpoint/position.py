@@ -1,0 +1,127 @@
+"""Where a rank stands in its data, and how it goes on from there: no sample skipped, none seen twice."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterator, Sized
+from dataclasses import dataclass
+from typing import Any
+
+from torch.utils.data import RandomSampler, Sampler
+from torch.utils.data.distributed import DistributedSampler
+
+from lightning_dist.checkpoint.random_state import capture_random_state, restore_random_state
+
+
+@dataclass(frozen=True)
+class Position:
+    """How far the training data of an epoch has been used, by all ranks together.
+
+    Args:
+        epoch: The epoch, from 0.
+        batches: How many batches each data rank has trained on in it.
+        of: How many the epoch has.
+        batch_size: Samples of a rank's batch; 0 where it is not known.
+        data_size: Number of data ranks.
+    """
+
+    epoch: int
+    batches: int
+    of: int | float
+    batch_size: int
+    data_size: int
+
+    @property
+    def at_end(self) -> bool:
+        return self.batches >= self.of
+
+    def samples_for(self, data_size: int) -> int:
+        """How many samples each of ``data_size`` ranks has to pass over.
+
+        Raises:
+            ValueError: If those that were used can't be shared out evenly.
+        """
+        used = self.batches * self.batch_size * self.data_size
+        if used % data_size:
+            raise ValueError(
+                f"The checkpoint was taken after {used} samples of an epoch, which do not divide among {data_size} data"
+                f" ranks: go on with a number of data ranks that divides {used}, or from a checkpoint at the end of an"
+                " epoch."
+            )
+        return used // data_size
+
+
+class ResumableSampler(Sampler[Any]):
+    """A sampler that may begin an epoch after its first samples, with the random numbers that belong there.
+
+    Args:
+        inner: What gives the indices. Its draws at the beginning of an epoch are repeated, from the state that the
+            generators had there, so shuffling need not depend on the epoch's number alone.
+    """
+
+    def __init__(self, inner: Any) -> None:
+        self.inner = inner
+        self.start: dict[str, Any] | None = None
+        self._skip = 0
+        self._states: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+
+    def resume(self, epoch: int, skip: int, start: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+        """Lets the next epoch that is begun pass over ``skip`` samples.
+
+        Args:
+            epoch: The epoch's number.
+            skip: How many samples.
+            start: The generators at the beginning of that epoch; None where they are not known.
+            now: The generators behind the samples that are passed over; None leaves them alone.
+        """
+        self._skip, self._states = skip, (start, now)
+        self.set_epoch(epoch)
+
+    def set_epoch(self, epoch: int) -> None:
+        if callable(getattr(self.inner, "set_epoch", None)):
+            self.inner.set_epoch(epoch)
+
+    def __len__(self) -> int:
+        return len(self.inner)
+
+    def __iter__(self) -> Iterator[Any]:
+        # Not a generator: a DataLoader calls this before it draws the seed of its workers.
+        (start, now), self._states = self._states, (None, None)
+        skip, self._skip = self._skip, 0
+        if start is not None:
+            restore_random_state(start)
+        self.start = capture_random_state()
+        return self._indices(skip, now)
+
+    def _indices(self, skip: int, now: dict[str, Any] | None) -> Iterator[Any]:
+        indices = iter(self.inner)
+        for _ in range(skip):
+            next(indices, None)
+        if now is not None:
+            restore_random_state(now)
+        yield from indices
+
+
+def make_resumable(loader: Any) -> ResumableSampler | None:
+    """Puts a `ResumableSampler` into a DataLoader over a map-style dataset; None for any other loader.
+
+    In a world of one, plain shuffling becomes that of ``DistributedSampler`` (by seed and epoch), as Lightning has it
+    with several ranks: then another number of ranks can go on in the same order.
+    """
+    batches = getattr(loader, "batch_sampler", None)
+    sampler = getattr(batches, "sampler", None)
+    if batches is None or sampler is None or not isinstance(getattr(loader, "dataset", None), Sized):
+        return None
+    if isinstance(sampler, ResumableSampler):
+        return sampler
+    if type(sampler) is RandomSampler and not sampler.replacement and sampler.generator is None:
+        seed = int(os.getenv("PL_GLOBAL_SEED", "0"))
+        if sampler.num_samples == len(sampler.data_source):
+            sampler = DistributedSampler(sampler.data_source, num_replicas=1, rank=0, shuffle=True, seed=seed)  # type: ignore[arg-type]
+    batches.sampler = resumable = ResumableSampler(sampler)
+    return resumable
+
+
+def batch_size_of(loader: Any) -> int:
+    """Samples of a full batch of a DataLoader; 0 where it does not say."""
+    return int(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 0)

@@ -1,0 +1,265 @@
+"""A run that ends early and goes on is the run that never ended: weights to the bit, each sample once."""
+
+from __future__ import annotations
+
+import json
+import os
+from pathlib import Path
+
+import lightning as L
+import numpy as np
+import pytest
+import torch
+from torch import nn
+from torch.utils.data import DataLoader, Dataset
+
+from lightning_dist import HybridParallelStrategy, checkpoint
+from lightning_dist.callbacks import FaultTolerantCheckpoint
+from tests.strategies.training import Block, full_state
+
+SAMPLES = 48
+
+
+class Numbered(Dataset):
+    """Each sample knows its number; augmented with NumPy's and torch's random numbers where no worker does it."""
+
+    def __init__(self, noise=False):
+        self.noise = noise
+        self.x = torch.randn(SAMPLES, 6, generator=torch.Generator().manual_seed(1))
+
+    def __len__(self):
+        return SAMPLES
+
+    def __getitem__(self, i):
+        x = self.x[i]
+        if self.noise:
+            x = x + 0.1 * torch.rand(6) + float(np.random.rand())
+        return {"x": x, "number": i}
+
+
+class Noisy(L.LightningModule):
+    """Dropout, AdamW, a scheduler that moves with each step; notes which samples it has trained on."""
+
+    def __init__(self, log=None):
+        super().__init__()
+        self.model = nn.Sequential(nn.Linear(6, 10), Block(10), nn.Dropout(0.3), Block(10), nn.Linear(10, 3))
+        self.log_file = log
+
+    def training_step(self, batch, batch_idx):
+        if self.log_file:
+            with Path(f"{self.log_file}.{self.global_rank}").open("a") as file:
+                file.write(json.dumps([self.trainer.global_step, batch["number"].tolist()]) + "\n")
+        loss = self.model(batch["x"]).square().mean()
+        self.log("loss", loss, on_epoch=True)
+        return loss
+
+    def configure_optimizers(self):
+        optimizer = torch.optim.AdamW(self.parameters(), lr=0.05)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 3, 0.5)
+        return {"optimizer": optimizer, "lr_scheduler": {"scheduler": scheduler, "interval": "step"}}
+
+
+class Stop(L.Callback):
+    """Ends the run by an exception after the given optimizer step."""
+
+    def __init__(self, step):
+        self.step = step
+
+    def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+        if trainer.global_step >= self.step:
+            raise KeyboardInterrupt
+
+
+def fit(
+    kind,
+    folder=None,
+    stop=None,
+    workers=0,
+    accumulate=1,
+    epochs=3,
+    log=None,
+    noise=False,
+    batch_size=4,
+    resume="last",
+    **settings,
+):
+    """Trains on this rank and returns the weights; ``kind`` is "one", "ddp" or a layout."""
+    L.seed_everything(7, verbose=False)
+    module = Noisy(log)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    strategy = {"one": "auto", "ddp": "ddp"}.get(kind) or HybridParallelStrategy(layout=kind, timeout=60)
+    callbacks = [Stop(stop)] if stop is not None else []
+    keeper = None
+    if folder is not None:
+        keeper = FaultTolerantCheckpoint(folder, **{"every_n_train_steps": 2, "save_top_k": 0} | settings)
+        callbacks.append(keeper)
+    trainer = L.Trainer(
+        accelerator="cpu",
+        devices=world,
+        strategy=strategy,
+        max_epochs=epochs,
+        accumulate_grad_batches=accumulate,
+        callbacks=callbacks,
+        enable_checkpointing=folder is not None,
+        logger=False,
+        enable_progress_bar=False,
+        enable_model_summary=False,
+    )
+    loader = DataLoader(Numbered(noise), batch_size, shuffle=True, num_workers=workers)
+    try:
+        trainer.fit(module, loader, ckpt_path=resume if folder is not None else None)
+    except (KeyboardInterrupt, SystemExit):
+        return {"stopped": trainer.global_step}
+    state = {name: value.clone() for name, value in full_state(module).items()}
+    return {"weights": state, "steps": trainer.global_step, "best": keeper.best_model_path if keeper else None}
+
+
+def run(pool, kind, world, *args, **kwargs):
+    return pool.run(fit, world, kind, *args, init_process_group=False, timeout=120, **kwargs)
+
+
+def assert_equal(results, wanted):
+    for result, other in zip(results, wanted, strict=True):
+        assert result["steps"] == other["steps"]
+        assert result["weights"].keys() == other["weights"].keys()
+        for name, value in other["weights"].items():
+            assert torch.equal(result["weights"][name], value), name
+
+
+@pytest.mark.parametrize(
+    ("kind", "world", "settings"),
+    [
+        ("one", 1, {"noise": True}),
+        ("one", 1, {"workers": 2}),
+        ("one", 1, {"accumulate": 5}),
+        ("ddp", 2, {}),
+        ("shard=2", 2, {"accumulate": 2}),
+        ("replicate=2", 2, {"workers": 2}),
+        ("pp=2", 2, {}),
+    ],
+    ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value),
+)
+def test_it_goes_on_bit_for_bit(pool, tmp_path, kind, world, settings):
+    """Ended at step 9 of an epoch's 12 (or 3) batches; the newest checkpoint is that of step 8, in the middle."""
+    uninterrupted = run(pool, kind, world, tmp_path / "whole", **settings)
+    stop = 5 if settings.get("accumulate") else 9
+    run(pool, kind, world, tmp_path / "runs", stop=stop, **settings)
+    assert checkpoint.newest_good(tmp_path / "runs").step == stop - 1
+    assert_equal(run(pool, kind, world, tmp_path / "runs", **settings), uninterrupted)
+
+
+def samples_by_step(log, world):
+    """The samples of each optimizer step, of all ranks, in the order of the steps; the last time counts."""
+    steps = {}
+    for rank in range(world):
+        for line in Path(f"{log}.{rank}").read_text().splitlines():
+            step, numbers = json.loads(line)
+            steps.setdefault(step, {})[rank] = numbers
+    return [sorted(sum(steps[step].values(), [])) for step in sorted(steps)]
+
+
+@pytest.mark.parametrize(("before", "after"), [(("one", 1), ("ddp", 2)), (("shard=2", 2), ("one", 1))])
+def test_another_number_of_ranks_sees_each_sample_once(pool, tmp_path, before, after):
+    """The batch of a rank stays 4, so a step has another number of samples; those of the epoch are used up once."""
+    run(pool, *before, tmp_path / "runs", stop=3, epochs=1, log=str(tmp_path / "first"))
+    step = checkpoint.newest_good(tmp_path / "runs").step
+    assert step == 2
+    run(pool, *after, tmp_path / "runs", epochs=1, log=str(tmp_path / "second"))
+    seen = samples_by_step(tmp_path / "first", before[1])[:step] + samples_by_step(tmp_path / "second", after[1])
+    assert sorted(sum(seen, [])) == list(range(SAMPLES))
+
+
+def test_a_number_of_ranks_that_does_not_fit_is_refused(pool, tmp_path):
+    run(pool, "one", 1, tmp_path, stop=3, batch_size=1)
+    with pytest.raises(WorkerError, match=r"taken after 2 samples of an epoch, which do not divide among 3 data ranks"):
+        run(pool, "ddp", 3, tmp_path, batch_size=1)
+
+
+def test_it_falls_back_and_says_what_that_costs(pool, tmp_path, capfd):
+    run(pool, "shard=2", 2, tmp_path, stop=9)
+    newest = checkpoint.newest_good(tmp_path)
+    flip_bit(next(Path(newest.path, "data").glob("*.distcp")))
+    before = run(pool, "shard=2", 2, tmp_path / "whole")
+    results = run(pool, "shard=2", 2, tmp_path)
+    assert_equal(results, before)
+    assert "2 steps are lost" in capfd.readouterr().err
+
+
+def test_the_newest_and_the_best_stay(pool, tmp_path):
+    results = run(pool, "one", 1, tmp_path, monitor="loss_step", save_top_k=1, keep_last=2, epochs=1)
+    entries = checkpoint.list_checkpoints(tmp_path)
+    assert [entry.step for entry in entries[:2]] == [12, 10]
+    assert {entry.path for entry in entries} == {entries[0].path, entries[1].path, results[0]["best"]}
+    assert all(checkpoint.verify(entry.path).intact for entry in entries)
+
+
+def losses_of_best(folder):
+    L.seed_everything(7, verbose=False)
+    module = Noisy()
+    keeper = FaultTolerantCheckpoint(folder, monitor="loss_epoch", save_top_k=1)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=2, callbacks=[keeper], **quiet)
+    loader = DataLoader(Numbered(), 4)
+    trainer.fit(module, loader)
+    weights = {name: value.clone() for name, value in module.state_dict().items()}
+    module.predict_step = lambda batch, batch_idx: module.model(batch["x"])
+    with torch.no_grad():
+        for parameter in module.parameters():
+            parameter.zero_()
+    outputs = trainer.predict(module, loader, ckpt_path="best")
+    restored = {name: torch.equal(value, weights[name]) for name, value in module.state_dict().items()}
+    return {"best": keeper.best_model_path, "restored": restored, "outputs": len(outputs)}
+
+
+def test_best_is_read_back(tmp_path):
+    result = losses_of_best(tmp_path)
+    assert Path(result["best"]).parent == tmp_path and all(result["restored"].values()) and result["outputs"] == 12
+
+
+def broken_disk(folder):
+    """The disk is full from step 4 to step 8: no checkpoint then, but training goes on and is protected again."""
+    L.seed_everything(7, verbose=False)
+
+    class Disk(L.Callback):
+        def __init__(self):
+            self.fault = None
+
+        def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
+            if trainer.global_step == 4:
+                self.fault = full_disk(folder)
+                self.fault.__enter__()
+            if trainer.global_step == 8:
+                self.fault.__exit__(None, None, None)
+
+    keeper = FaultTolerantCheckpoint(folder, every_n_train_steps=2, save_top_k=0, async_save=False)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    trainer = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=[Disk(), keeper], **quiet)
+    with pytest.warns(UserWarning, match=r"goes on without a new checkpoint, unprotected for 0\.\d minutes"):
+        trainer.fit(Noisy(), DataLoader(Numbered(), 4))
+    return trainer.global_step
+
+
+def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path):
+    assert broken_disk(tmp_path) == 12
+    assert [entry.step for entry in checkpoint.list_checkpoints(tmp_path)] == [12, 10]
+
+
+def test_arguments_are_refused():
+    for settings, sentence in [
+        ({"keep_last": 0}, r"keep_last=0 does not fit"),
+        ({"verify": "no"}, r"verify='no' does not fit"),
+        ({"save_weights_only": True}, r"save_weights_only=True does not fit"),
+        ({"save_on_exception": True}, r"save_on_exception=True does not fit"),
+    ]:
+        with pytest.raises(ValueError, match=sentence):
+            FaultTolerantCheckpoint("runs", **settings)
+
+
+def test_other_strategies_are_refused_before_anything_runs(tmp_path):
+    from lightning_dist.strategies import FairScaleShardedStrategy
+
+    trainer = L.Trainer(
+        accelerator="cpu", devices=1, strategy=FairScaleShardedStrategy(), callbacks=[FaultTolerantCheckpoint(tmp_path)]
+    )
+    with pytest.raises(ValueError, match="does not work with FairScaleShardedStrategy"):
+        trainer.fit(Noisy(), DataLoader(Numbered(), 4))
