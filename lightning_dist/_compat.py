@@ -274,6 +274,21 @@ def resolve_resume_path(trainer: Any, resolve: Any) -> None:
     connector.resume_start = resume_start
 
 
+def take_over_signals(trainer: Any) -> None:
+    """Ends Lightning 2.6's own exchange about SIGTERM: a broadcast and an ``.item()`` on every training batch.
+
+    The callback that calls this handles the signal instead; :func:`give_back_signals` undoes it.
+    """
+    loop = trainer.fit_loop.epoch_loop
+    if not hasattr(type(loop), "_broadcast_sigterm_tensor"):
+        return  # Lightning before 2.6 has none
+    loop._broadcast_sigterm_tensor = lambda: None
+
+
+def give_back_signals(trainer: Any) -> None:
+    trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
 def batches_processed(trainer: Any) -> int:
     """How many batches of this epoch have been trained on, the one that just ends included (Lightning 2.6)."""
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
@@ -286,11 +301,29 @@ def set_batches_done(checkpoint: dict[str, Any], batches: int) -> None:
     current.update(ready=batches, started=batches, processed=batches, completed=batches - behind)
 
 
-COLLECTIVES = (
-    "allreduce allreduce_coalesced broadcast reduce allgather all_gather_single _allgather_base allgather_coalesced"
-    " allgather_into_tensor_coalesced gather scatter reduce_scatter reduce_scatter_single _reduce_scatter_base"
-    " reduce_scatter_tensor_coalesced alltoall alltoall_base all_to_all_single send recv barrier"
-).split()
+COLLECTIVES = [
+    "allreduce",
+    "allreduce_coalesced",
+    "broadcast",
+    "reduce",
+    "allgather",
+    "all_gather_single",
+    "_allgather_base",
+    "allgather_coalesced",
+    "allgather_into_tensor_coalesced",
+    "gather",
+    "scatter",
+    "reduce_scatter",
+    "reduce_scatter_single",
+    "_reduce_scatter_base",
+    "reduce_scatter_tensor_coalesced",
+    "alltoall",
+    "alltoall_base",
+    "all_to_all_single",
+    "send",
+    "recv",
+    "barrier",
+]
 
 
 def watch_collectives(watch: Any) -> Callable[[], None]:

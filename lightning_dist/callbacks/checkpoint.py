@@ -3,9 +3,11 @@
 from __future__ import annotations
 
 import os
+import signal
+import threading
 from datetime import timedelta
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
 from lightning.pytorch import LightningModule, Trainer
@@ -16,7 +18,9 @@ from torch import Tensor
 from lightning_dist import _compat
 from lightning_dist import checkpoint as engine
 from lightning_dist.callbacks.directory_checkpoints import SUPPORTED, DirectoryCheckpoints
+from lightning_dist.callbacks.flags import flags_of
 from lightning_dist.checkpoint.position import Position, ResumableSampler, batch_size_of, make_resumable
+from lightning_dist.parallel.flag_exchange import REQUEUE, AgreedExit, Flag, FlagExchange
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
 from lightning_dist.strategies.module_checkpoint import SaveOptions
 
@@ -35,6 +39,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
       starts afresh where there is none. Older layouts and numbers of ranks are converted.
     * Every rank's random numbers and the position in the data come back too: the run goes on as if it had not stopped.
       In the middle of an accumulation window the checkpoint waits for the window's end.
+    * SIGTERM or SIGUSR1 to any rank ends the run at one step of all ranks, with a checkpoint of that step and exit code
+      75: start it again (docs/checkpoints.md).
     * A failing disk costs checkpoints, not training; the warnings say how long the run has been unprotected.
 
     Works with :class:`~lightning_dist.HybridParallelStrategy`, Lightning's DDP and a single device.
@@ -59,6 +65,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         async_save: Whether training goes on while a checkpoint is written; it waits for a copy in host memory only.
         verify: How a checkpoint is looked at before a run goes on from it: ``"full"`` compares every byte with its
             checksum, ``"sizes"`` looks for missing files and wrong sizes.
+        on_signal: ``"requeue"`` as above, while it trains; ``"ignore"`` leaves signals to Lightning.
 
     Raises:
         ValueError: If an argument does not fit.
@@ -87,11 +94,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         keep_last: int = 2,
         async_save: bool = True,
         verify: Literal["full", "sizes"] = "full",
+        on_signal: Literal["requeue", "ignore"] = "requeue",
     ) -> None:
         if isinstance(keep_last, bool) or not isinstance(keep_last, int) or keep_last < 1:
             raise ValueError(f"keep_last={keep_last!r} does not fit: give a whole number of at least 1.")
         if verify not in ("full", "sizes"):
             raise ValueError(f"verify={verify!r} does not fit: give 'full' or 'sizes'.")
+        if on_signal not in ("requeue", "ignore"):
+            raise ValueError(f"on_signal={on_signal!r} does not fit: give 'requeue' or 'ignore'.")
         if save_weights_only:
             raise ValueError(
                 "save_weights_only=True does not fit: a run can't go on from weights; use ModelCheckpoint."
@@ -121,6 +131,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.keep_last = keep_last
         self.async_save = async_save
         self.verify = verify
+        self.on_signal = on_signal
+        self._flags: FlagExchange | None = None
+        self._handlers: dict[signal.Signals, Any] = {}
         self._writer: engine.BackgroundWriter | None = None
         self._group: dist.ProcessGroup | None = None
         self._directories: DirectoryCheckpoints | None = None
@@ -159,6 +172,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             self._directories = DirectoryCheckpoints(trainer, self._group)
         _compat.resolve_resume_path(trainer, self._resolve)
         if stage == "fit":
+            self._flags = flags_of(trainer)
             if trainer.is_global_zero:
                 os.makedirs(self._root, exist_ok=True) if self._is_local else None
                 engine.sweep(self._root)
@@ -266,8 +280,14 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
-        if self._wanted_in_window and not self._in_window(trainer):
+        if self._in_window(trainer):
+            return
+        assert self._flags is not None
+        told = self._flags.at_boundary(trainer.global_step)
+        if self._wanted_in_window or told & (Flag.SAVE | Flag.SIGNAL):
             self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
+        if told & Flag.SIGNAL:
+            self._leave(trainer)
 
     def _in_window(self, trainer: Trainer) -> bool:
         """Whether gradients of some batches wait for those of others."""
@@ -317,13 +337,43 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def _remove_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         """What is no longer among the best goes when a newer checkpoint is safe, see ``retain``."""
 
+    # --- signals -----------------------------------------------------------------------------------------------------
+
+    def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        super().on_train_start(trainer, pl_module)
+        if self.on_signal == "requeue" and threading.current_thread() is threading.main_thread():
+            _compat.take_over_signals(trainer)
+            for number in (signal.SIGTERM, signal.SIGUSR1):
+                self._handlers[number] = signal.signal(number, self._on_signal)
+
+    def _on_signal(self, number: int, frame: Any) -> None:
+        """Only notes it: nothing may be waited for in a handler."""
+        assert self._flags is not None
+        self._flags.raise_flag(Flag.SIGNAL)
+
+    def _leave(self, trainer: Trainer) -> NoReturn:
+        step = trainer.global_step
+        self._finish(together=True)
+        rank_zero_info(f"A signal ended the run at step {step}; it goes on from {self.last_model_path}.")
+        raise AgreedExit(REQUEUE)
+
+    def _give_back_signals(self, trainer: Trainer) -> None:
+        while self._handlers:
+            number, handler = self._handlers.popitem()
+            signal.signal(number, handler)
+        _compat.give_back_signals(trainer)
+
     # --- end ---------------------------------------------------------------------------------------------------------
 
     def on_train_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._give_back_signals(trainer)
+        if self._flags is not None:
+            self._flags.close()
         self._finish(together=True)
 
     def on_exception(self, trainer: Trainer, pl_module: LightningModule, exception: BaseException) -> None:
         """What is being written is finished as far as this rank goes; the others may be gone."""
+        self._give_back_signals(trainer)
         self._finish(together=False, patience=60.0)
 
     def _finish(self, *, together: bool, patience: float | None = None) -> None:

@@ -29,6 +29,7 @@ from lightning_dist.parallel import batch as batches
 from lightning_dist.parallel.activation import ActivationCheckpointing
 from lightning_dist.parallel.apply import ParallelModule, ParallelSettings
 from lightning_dist.parallel.expert import update_expert_biases
+from lightning_dist.parallel.flag_exchange import AgreedExit
 from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
 from lightning_dist.parallel.path_check import PathCheck
 from lightning_dist.parallel.pipeline import AttachedPipeline, PipelineRunner, RandomStreams
@@ -723,7 +724,7 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one stops, or says which rank's failure it was that reached this one."""
-        if self._crash_watch is None:
+        if self._crash_watch is None or isinstance(exception, AgreedExit):
             return
         lost_connection = isinstance(exception, RuntimeError) and "gloo" in str(exception).lower()
         notice = self._crash_watch.notice(5.0 if lost_connection else 0.0)

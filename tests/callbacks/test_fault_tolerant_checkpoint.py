@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import os
+from itertools import chain
 from pathlib import Path
 
 import lightning as L
@@ -15,6 +16,8 @@ from torch.utils.data import DataLoader, Dataset
 
 from lightning_dist import HybridParallelStrategy, checkpoint
 from lightning_dist.callbacks import FaultTolerantCheckpoint
+from lightning_dist.testing import WorkerError
+from lightning_dist.testing.faults import failing_disk, flip_bit
 from tests.strategies.training import Block, full_state
 
 SAMPLES = 48
@@ -155,7 +158,7 @@ def samples_by_step(log, world):
         for line in Path(f"{log}.{rank}").read_text().splitlines():
             step, numbers = json.loads(line)
             steps.setdefault(step, {})[rank] = numbers
-    return [sorted(sum(steps[step].values(), [])) for step in sorted(steps)]
+    return [sorted(chain.from_iterable(steps[step].values())) for step in sorted(steps)]
 
 
 @pytest.mark.parametrize(("before", "after"), [(("one", 1), ("ddp", 2)), (("shard=2", 2), ("one", 1))])
@@ -166,7 +169,7 @@ def test_another_number_of_ranks_sees_each_sample_once(pool, tmp_path, before, a
     assert step == 2
     run(pool, *after, tmp_path / "runs", epochs=1, log=str(tmp_path / "second"))
     seen = samples_by_step(tmp_path / "first", before[1])[:step] + samples_by_step(tmp_path / "second", after[1])
-    assert sorted(sum(seen, [])) == list(range(SAMPLES))
+    assert sorted(chain.from_iterable(seen)) == list(range(SAMPLES))
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused(pool, tmp_path):
@@ -217,7 +220,7 @@ def test_best_is_read_back(tmp_path):
 
 
 def broken_disk(folder):
-    """The disk is full from step 4 to step 8: no checkpoint then, but training goes on and is protected again."""
+    """The disk fails from step 4 to step 8: no checkpoint then, but training goes on and is protected again."""
     L.seed_everything(7, verbose=False)
 
     class Disk(L.Callback):
@@ -226,7 +229,7 @@ def broken_disk(folder):
 
         def on_train_batch_start(self, trainer, pl_module, batch, batch_idx):
             if trainer.global_step == 4:
-                self.fault = full_disk(folder)
+                self.fault = failing_disk()
                 self.fault.__enter__()
             if trainer.global_step == 8:
                 self.fault.__exit__(None, None, None)
@@ -239,7 +242,7 @@ def broken_disk(folder):
     return trainer.global_step
 
 
-def test_a_full_disk_costs_checkpoints_and_not_the_run(tmp_path):
+def test_a_failing_disk_costs_checkpoints_and_not_the_run(tmp_path):
     assert broken_disk(tmp_path) == 12
     assert [entry.step for entry in checkpoint.list_checkpoints(tmp_path)] == [12, 10]
 
