@@ -65,8 +65,8 @@ class BoundaryStage(PipelineStage):
         clock: Asked at each action: what notes its times, or None.
     """
 
-    observe: ClassVar[Callable[[Kind], AbstractContextManager[None]] | None] = None
-    """What every stage's actions run in, for telemetry; not in a batch that a clock measures."""
+    observers: ClassVar[list[Callable[[Kind], AbstractContextManager[None]]]] = []
+    """For telemetry: the last of them gives what every stage's actions run in, but for batches that a clock measures."""
 
     def __init__(
         self,
@@ -92,8 +92,8 @@ class BoundaryStage(PipelineStage):
 
     def _measured(self, kind: Kind, microbatch: int) -> AbstractContextManager[None]:
         clock = self._clock()
-        if clock is None and self.observe is not None:
-            return self.observe(kind)
+        if clock is None and self.observers:
+            return self.observers[-1](kind)
         return clock.measure(kind, self.stage_index, microbatch) if clock is not None else nullcontext()
 
     def _resolve_peer_global_rank(self, stage_idx: int) -> int:
