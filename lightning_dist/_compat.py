@@ -392,12 +392,12 @@ def watch_collectives(watch: Any) -> Callable[[], None]:
 
 def find_group(name: str) -> dist.ProcessGroup:
     """The process group that torch knows by a name (torch 2.13: ``_resolve_process_group``)."""
-    return dist.distributed_c10d._resolve_process_group(name)
+    return dist.distributed_c10d._resolve_process_group(name)  # type: ignore[arg-type]
 
 
 def collectives_issued(group: dist.ProcessGroup) -> int:
     """How many collectives a group has been given, those of C++ included (torch 2.13)."""
-    return int(group._get_sequence_number_for_group())
+    return int(group._get_sequence_number_for_group())  # type: ignore[attr-defined]
 
 
 def at_end_of_backward(callback: Callable[[], None]) -> None:

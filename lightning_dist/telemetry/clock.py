@@ -8,6 +8,7 @@ from collections import deque
 from collections.abc import Callable
 from dataclasses import dataclass
 from enum import IntEnum
+from itertools import pairwise
 from typing import Any
 
 import torch
@@ -134,7 +135,7 @@ class PhaseClock:
         while self._unread and self._unread[0][1][-1][1].query():
             step, marks, wall = self._unread.popleft()
             seconds = [0.0] * len(Phase)
-            for (phase, begin), (_, end) in zip(marks, marks[1:], strict=False):
+            for (phase, begin), (_, end) in pairwise(marks):
                 seconds[phase] += begin.elapsed_time(end) / 1000
             self._finished.append(StepTimes(step, tuple(seconds), wall))
         finished = list(self._finished)

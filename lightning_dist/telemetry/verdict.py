@@ -190,9 +190,7 @@ class StragglerJudge:
         expected = payload / bandwidth if bandwidth else None
         if expected is None:
             # The second best of what was seen: one lucky window is no measure.
-            expected = (
-                sorted(self._best_transfer)[min(1, len(self._best_transfer) - 1)] if self._best_transfer else None
-            )
+            expected = self._best_transfer[:2][-1] if self._best_transfer else None
         slow = expected is not None and transfer > SLOW_LINK * expected and transfer > LEAST_TRANSFER * step
         if not slow:
             self._best_transfer = sorted([*self._best_transfer, transfer])[:5]
@@ -200,9 +198,10 @@ class StragglerJudge:
         assert expected is not None
         speed = f", {payload / transfer / 1e6:.3g} MB/s" if payload else ""
         measure = "lightning-dist doctor's measure" if bandwidth else "its own best"
-        evidence = f"transfers take {1000 * transfer:.1f} ms a step{speed}, {transfer / max(expected, 1e-9):.1f} times {measure}"
+        times = transfer / max(expected, 1e-9)
+        evidence = f"transfers take {1000 * transfer:.1f} ms a step{speed}, {times:.1f} times {measure}"
         gain = (transfer - expected) / step
-        return [Verdict("slow link", None, name, transfer / max(expected, 1e-9), gain, step, evidence)]
+        return [Verdict("slow link", None, name, times, gain, step, evidence)]
 
 
 def _costliest(windows: Sequence[RankWindow]) -> str:

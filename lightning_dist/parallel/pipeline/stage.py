@@ -66,7 +66,7 @@ class BoundaryStage(PipelineStage):
     """
 
     observers: ClassVar[list[Callable[[Kind], AbstractContextManager[None]]]] = []
-    """For telemetry: the last of them gives what every stage's actions run in, but for batches that a clock measures."""
+    """For telemetry: the last of them gives what every stage's actions run in; not where a clock measures."""
 
     def __init__(
         self,
