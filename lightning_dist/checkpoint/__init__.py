@@ -17,6 +17,7 @@ from lightning_dist.checkpoint.history import (
     sweep,
     verify_together,
 )
+from lightning_dist.checkpoint.huggingface import LoadedWeights, export_huggingface, load_huggingface
 from lightning_dist.checkpoint.inspect import contents, diff, overview, verify_all
 from lightning_dist.checkpoint.optimizer_state import (
     optimizer_state_by_name,
@@ -44,6 +45,7 @@ __all__ = [
     "DamagedCheckpointError",
     "Entry",
     "LoadReport",
+    "LoadedWeights",
     "Report",
     "agree_on_newest",
     "capture_random_state",
@@ -51,9 +53,11 @@ __all__ = [
     "contents",
     "delete",
     "diff",
+    "export_huggingface",
     "export_safetensors",
     "is_checkpoint",
     "list_checkpoints",
+    "load_huggingface",
     "load_into",
     "newest_good",
     "optimizer_state_by_name",

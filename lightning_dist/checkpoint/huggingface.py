@@ -20,6 +20,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 from torch.distributed.tensor import DTensor
 
+_AWAITED = "_lightning_dist_weights"
+"""The attribute of a network on the meta device that names the folder it is to be filled from."""
 _INDEX = "model.safetensors.index.json"
 _SINGLE = "model.safetensors"
 _MERGED = ("MergeModulelist", "Concatenate")
@@ -31,7 +33,7 @@ class LoadedWeights:
     """What one rank has read.
 
     Args:
-        bytes_read: Of tensors, by this rank.
+        bytes_read: Of tensors, by this rank; 0 where they are read once the network has memory.
         bytes_in_files: Of all tensors in the folder.
         unexpected: Names in the folder that the network has no use for.
     """
@@ -44,13 +46,21 @@ class LoadedWeights:
 def load_huggingface(network: nn.Module, folder: str | Path) -> LoadedWeights:
     """Fills the network's parameters and buffers with the weights of a Hugging Face folder, each rank its own parts.
 
-    Works on plain tensors and on DTensors of any layout (tensor parallel, FSDP2, both). Names are mapped as
-    ``from_pretrained`` maps them: with or without the base model's prefix, older names, experts stored one by one.
-    Only the pages of a file that hold a rank's parts are touched. No collectives.
+    Works on plain tensors and on DTensors of any layout (tensor parallel, FSDP2, both), and on a pipeline's stage. A
+    network on the meta device is checked at once, and filled when ``HybridParallelStrategy`` has given each rank its
+    part of it, so that no rank ever reads or holds the whole::
+
+        def configure_model(self):
+            if self.model is None:
+                with torch.device("meta"):
+                    self.model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder))
+                load_huggingface(self.model, folder)
+
+    Names are mapped as ``from_pretrained`` maps them: with or without the base model's prefix, older names, experts
+    stored one by one. Only the pages of a file that hold a rank's parts are touched. No collectives.
 
     Args:
-        network: A model of transformers (a module of any other kind needs the folder's own names); no tensor of it on
-            the meta device.
+        network: A model of transformers (a module of any other kind needs the folder's own names).
         folder: A local folder with ``model.safetensors``, or its index and files.
 
     Raises:
@@ -59,20 +69,39 @@ def load_huggingface(network: nn.Module, folder: str | Path) -> LoadedWeights:
             a conversion that cannot be done on parts.
     """
     folder = Path(folder)
-    tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
+    tensors = _with_ties(network)
     with ExitStack() as stack:
         stored = _open(folder, stack)
         sources, unexpected = _map_names(network, tensors, stored)
         _check(network, tensors, sources, folder)
+        total = sum(piece.bytes for piece in stored.values())
         read = 0
+        if any(tensor.is_meta for tensor in tensors.values()):
+            vars(network)[_AWAITED] = str(folder.absolute())
+            return LoadedWeights(0, total, tuple(unexpected))
         done: set[int] = set()
         for name, tensor in tensors.items():
             if name in sources and id(tensor) not in done:
                 done.add(id(tensor))
                 with torch.no_grad():
                     read += _fill(tensor, sources[name], name)
-        total = sum(piece.bytes for piece in stored.values())
     return LoadedWeights(read, total, tuple(unexpected))
+
+
+def awaits_weights(module: nn.Module) -> bool:
+    """Whether a network in ``module`` is to be filled from a folder once it has memory."""
+    return any(_AWAITED in vars(network) for network in module.modules())
+
+
+def load_awaited_weights(module: nn.Module) -> None:
+    """Fills the networks in ``module`` for which :func:`load_huggingface` was called on the meta device.
+
+    No collectives; every rank reads its own parts.
+    """
+    for network in module.modules():
+        folder = vars(network).pop(_AWAITED, None)
+        if folder is not None:
+            load_huggingface(network, folder)
 
 
 def export_huggingface(network: nn.Module, folder: str | Path, *, max_file_size: int = 2 * 2**30) -> None:
@@ -170,6 +199,17 @@ class _Merged:
 _Source = _Piece | _Merged
 
 
+def _with_ties(network: nn.Module) -> dict[str, Tensor]:
+    """The network's tensors under all their names: a pipeline's stage may hold a tied one under one of them only."""
+    tensors: dict[str, Tensor] = network.state_dict(keep_vars=True)
+    tied: dict[str, str] = getattr(network, "all_tied_weights_keys", None) or {}
+    for pair in tied.items():
+        for name, other in (pair, pair[::-1]):
+            if name in tensors:
+                tensors.setdefault(other, tensors[name])
+    return tensors
+
+
 def _open(folder: Path, stack: ExitStack) -> dict[str, _Piece]:
     from safetensors import safe_open
 
@@ -239,8 +279,6 @@ def _check(network: nn.Module, tensors: Mapping[str, Tensor], sources: Mapping[s
     ]
     if wrong:
         raise ValueError(f"{folder} does not fit {type(network).__name__}: {_some(wrong)}.")
-    if any(tensor.is_meta for tensor in tensors.values()):
-        raise ValueError("The network is on the meta device: give it memory first (network.to_empty(device=...)).")
 
 
 def _fill(tensor: Tensor, source: _Source, name: str) -> int:

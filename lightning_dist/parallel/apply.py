@@ -12,6 +12,7 @@ from torch import nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.distributed.fsdp import FSDPModule
 
+from lightning_dist.checkpoint.huggingface import awaits_weights, load_awaited_weights
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel import data, meta
 from lightning_dist.parallel.activation import ActivationCheckpointing, checkpoint_activations
@@ -76,7 +77,8 @@ def parallelise(
 ) -> ParallelModule:
     """Unit by unit: memory, precision, equal weights, checkpointing, compile, shard; then what is left.
 
-    Tensor and expert parallelism need all layers in memory before the first is cut or spread.
+    Tensor and expert parallelism need all layers in memory before the first is cut or spread, for initial weights must
+    not depend on the layout. Layers that get theirs from a folder are cut without memory.
 
     Collectives: broadcasts of all parameters and buffers over the world.
 
@@ -109,7 +111,7 @@ def parallelise(
 
     report = None
     ignored: list[nn.Parameter] = []
-    if tensor_plan is not None or experts:
+    if experts or (tensor_plan is not None and not awaits_weights(module)):
         make_real(module, "")
     if experts:
         ignored = _spread_experts(module, experts, layout, device, settings.reshard_after_forward)
@@ -130,6 +132,7 @@ def parallelise(
             data.shard_module(unit, mesh, reshard_after_forward=settings.reshard_after_forward, ignored=ignored)
     make_real(module, "")
     if not sharded:
+        load_awaited_weights(module)
         return ParallelModule(layout, settings, units, names=names, tensor=report)
     assert mesh is not None
     for root in roots:
@@ -138,6 +141,7 @@ def parallelise(
                 root, mesh, reshard_after_forward=settings.reshard_after_forward, root=True, ignored=ignored
             )
         data.make_root(root, root_methods if root is module else ())
+    load_awaited_weights(module)
     return ParallelModule(layout, settings, units, data.fsdp_modules(module), names, tensor=report)
 
 
@@ -186,11 +190,12 @@ def parallelise_stages(
     ignored: list[nn.Parameter] = []
     if tensor_plan is not None:
         # Layers are cut before stages drop theirs, for the plan is one of the whole network.
-        if meta.has_meta_tensors(module):
-            meta.materialise(module, device, meta.initialiser_of(module))
-        convert(module)
-        module.to(device)
-        data.equalise_weights(module)
+        if experts or not awaits_weights(module):
+            if meta.has_meta_tensors(module):
+                meta.materialise(module, device, meta.initialiser_of(module))
+            convert(module)
+            module.to(device)
+            data.equalise_weights(module)
         if experts:
             ignored = _spread_experts(module, own_experts, layout, device, reshard)
         report = apply_tensor_parallel(module, mesh, tensor_plan)
@@ -222,6 +227,7 @@ def parallelise_stages(
         shard_stages(pipeline, mesh[axes], units=inner, reshard_after_forward=reshard, ignored=ignored)
         for stage in pipeline.stages:
             data.make_root(stage, ())
+    load_awaited_weights(module)
     managed = [unit for stage in pipeline.stages for unit in data.fsdp_modules(stage)]
     return ParallelModule(layout, settings, {}, managed, names, pipeline, report)
 

@@ -9,7 +9,7 @@ import torch
 import torch.distributed as dist
 
 from lightning_dist import ParallelLayout
-from lightning_dist.checkpoint.huggingface import export_huggingface, load_huggingface
+from lightning_dist.checkpoint.huggingface import awaits_weights, export_huggingface, load_huggingface
 from lightning_dist.parallel.data import shard_module
 from lightning_dist.parallel.tensor import apply_tensor_parallel
 from lightning_dist.plan.huggingface import find_tensor_plan
@@ -97,8 +97,12 @@ def test_what_does_not_fit_is_said_before_anything_changes(tmp_path):
         load_huggingface(other, tmp_path / "nowhere")
     with torch.device("meta"):
         nothing = build("llama")
-    with pytest.raises(ValueError, match=r"on the meta device"):
-        load_huggingface(nothing, tmp_path)
+        wrong = build("llama", intermediate_size=80)
+    assert load_huggingface(nothing, tmp_path).bytes_read == 0
+    assert awaits_weights(nothing) and all(parameter.is_meta for parameter in nothing.parameters())
+    with pytest.raises(ValueError, match=r"gate_proj.weight \(96, 64\) in the file, \(80, 64\) in the network"):
+        load_huggingface(wrong, tmp_path)
+    assert not awaits_weights(wrong)
 
 
 def export(kind, layout, source, folder, limit, settings):
