@@ -10,7 +10,7 @@ import torch
 import torch.nn.functional as F
 from lightning.pytorch.utilities.types import OptimizerLRSchedulerConfig
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, LlamaConfig, LlamaForCausalLM, PreTrainedModel
 
 from data import ByteTokenizer, PretrainedTokenizer, Tokenizer
 
@@ -67,10 +67,11 @@ def small_llama(vocabulary_size: int, context_length: int, hidden_size: int, lay
     return LlamaForCausalLM(config)
 
 
-def load_pretrained(name: str) -> tuple[PreTrainedModel, Tokenizer]:
-    """Reads weights and tokenizer from disk: ``name`` is a Hugging Face folder, or ``smollm2``.
+def load_pretrained(name: str, weights: bool = True) -> tuple[PreTrainedModel, Tokenizer]:
+    """Reads model and tokenizer from disk: ``name`` is a Hugging Face folder, or ``smollm2``.
 
-    A folder without a tokenizer is taken for one that this example wrote: its tokens are bytes.
+    A folder without a tokenizer is taken for one that this example wrote: its tokens are bytes. Without ``weights``
+    the model of a folder takes no memory (it is on the meta device).
 
     Raises:
         ValueError: If ``name`` is neither.
@@ -84,7 +85,11 @@ def load_pretrained(name: str) -> tuple[PreTrainedModel, Tokenizer]:
             f"--model {name}: give 'smollm2' or a folder with a Hugging Face model (config.json, weights)."
         )
     model: PreTrainedModel
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
+    if not weights and not options:
+        with torch.device("meta"):
+            model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(folder), dtype=torch.float32)
+    else:
+        model = AutoModelForCausalLM.from_pretrained(folder, dtype=torch.float32, local_files_only=True, **options)
     if options:
         model = _as_ordinary_model(model)
     model.train()

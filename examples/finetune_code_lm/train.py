@@ -18,7 +18,7 @@ from transformers import PreTrainedModel
 
 from data import ByteTokenizer, CodeData, PretrainedTokenizer, Tokenizer
 from lightning_dist import HybridParallelStrategy, ParallelLayout
-from lightning_dist.checkpoint import consolidate
+from lightning_dist.checkpoint import consolidate, load_huggingface
 from module import CodeLanguageModel, load_pretrained, small_llama
 
 
@@ -73,7 +73,7 @@ def main() -> None:
     try:
         devices, nodes, layout = place(arguments)
         resume_from = find_checkpoint(arguments)
-        network, tokenizer = build(arguments)
+        network, tokenizer = build(arguments, weights=arguments.strategy != "hybrid")
         data = CodeData(
             arguments.data,
             tokenizer,
@@ -84,6 +84,8 @@ def main() -> None:
         )
         # The one line that lightning_dist asks for.
         strategy = HybridParallelStrategy(layout=str(layout)) if arguments.strategy == "hybrid" else arguments.strategy
+        if any(parameter.is_meta for parameter in network.parameters()):
+            load_huggingface(network, arguments.model)  # when each rank has its part of the network: that part only
     except ValueError as error:
         raise SystemExit(f"train.py: {error}") from None
     module = CodeLanguageModel(network, learning_rate=arguments.learning_rate or (5e-5 if arguments.model else 2e-3))
@@ -190,10 +192,10 @@ def finished_epochs(checkpoint: Path | None) -> int:
     return int(epoch[1]) + 1
 
 
-def build(arguments: argparse.Namespace) -> tuple[PreTrainedModel, Tokenizer]:
-    """The model to start from and its tokenizer."""
+def build(arguments: argparse.Namespace, weights: bool = True) -> tuple[PreTrainedModel, Tokenizer]:
+    """The model to start from and its tokenizer; that of a folder with or without its weights."""
     if arguments.model:
-        return load_pretrained(arguments.model)
+        return load_pretrained(arguments.model, weights)
     size = {"hidden_size": arguments.hidden_size, "layers": arguments.layers}
     return small_llama(ByteTokenizer.vocabulary_size, arguments.context_length, **size), ByteTokenizer()
 

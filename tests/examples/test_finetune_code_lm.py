@@ -158,6 +158,32 @@ def test_a_model_folder_with_its_tokenizer_is_fine_tuned_and_written_back(text, 
 
 
 @pytest.mark.slow
+def test_a_model_folder_goes_in_and_out_under_layouts_with_one_devices_numbers(text, tmp_path):
+    """Two heads over two processes, or two layers; each reads its part of the folder."""
+    torch.manual_seed(0)
+    config = LlamaConfig(
+        vocab_size=264,
+        hidden_size=32,
+        intermediate_size=64,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        tie_word_embeddings=True,
+    )
+    LlamaForCausalLM(config).save_pretrained(tmp_path / "given")
+    settings = "--context-length 64 --epochs 1 --steps-per-epoch 5 --batch-size 4 --learning-rate 0.01"
+    options = [*settings.split(), "--model", tmp_path / "given", "--data", text, "--validation-windows", 16]
+    alone = train(*options, "--strategy", "auto", "--devices", 1, "--output", tmp_path / "alone")
+    assert bits_per_byte(alone)[1] < bits_per_byte(alone)[0]
+    wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "version_0" / "model").state_dict()
+    for layout in ("tp=2", "pp=2"):
+        output = train(*options, "--layout", layout, "--output", tmp_path / layout)
+        assert f"Devices: 2, strategy hybrid, layout {layout}" in output
+        assert bits_per_byte(output) == pytest.approx(bits_per_byte(alone), abs=1.1e-3)
+        written = AutoModelForCausalLM.from_pretrained(tmp_path / layout / "version_0" / "model").state_dict()
+        assert all(torch.allclose(value, wanted[name], atol=1e-4) for name, value in written.items())
+
+
+@pytest.mark.slow
 def test_the_module_keeps_its_numbers_under_a_layout():
     command = [Path(sys.executable).parent / "lightning-dist", "verify", "small:factory", "--layout"]
     done = subprocess.run(
