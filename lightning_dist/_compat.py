@@ -294,6 +294,14 @@ def batches_processed(trainer: Any) -> int:
     return int(trainer.fit_loop.epoch_loop.batch_progress.current.processed)
 
 
+def validation_or_epoch_end_follows(trainer: Any, *, validation: bool = True) -> bool:
+    """Whether the batch that just ended is the epoch's last, or validation runs on it next (Lightning 2.6)."""
+    loop = trainer.fit_loop.epoch_loop
+    if loop.batch_progress.is_last_batch or loop._num_ready_batches_reached():
+        return True
+    return validation and bool(loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
+
+
 def set_batches_done(checkpoint: dict[str, Any], batches: int) -> None:
     """Changes how many batches of its epoch a checkpoint counts as done (the loops' state of Lightning 2.6)."""
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]
@@ -403,3 +411,34 @@ def collectives_issued(group: dist.ProcessGroup) -> int:
 def at_end_of_backward(callback: Callable[[], None]) -> None:
     """From a gradient hook: calls back when the running backward has computed its last gradient (torch 2.13)."""
     torch.autograd.Variable._execution_engine.queue_callback(callback)
+
+
+def wraps_tensors(kind: type) -> bool:
+    """Whether a class of tensors is made of others, as DTensor is (torch 2.11 to 2.13)."""
+    from torch.utils._python_dispatch import is_traceable_wrapper_subclass_type
+
+    return is_traceable_wrapper_subclass_type(kind)
+
+
+def watch_fetching(begin: Callable[[], Any], end: Callable[[Any], None]) -> Callable[[], None]:
+    """Calls ``begin`` before a Trainer waits for a batch and ``end`` with its result after (Lightning 2.6).
+
+    Returns:
+        A function that puts everything back.
+    """
+    from lightning.pytorch.loops.fetchers import _DataFetcher
+
+    original = _DataFetcher.__next__
+
+    def fetch(self: Any) -> Any:
+        token = begin()
+        try:
+            return original(self)
+        finally:
+            end(token)
+
+    def put_back() -> None:
+        _DataFetcher.__next__ = original  # type: ignore[method-assign]
+
+    _DataFetcher.__next__ = fetch  # type: ignore[method-assign]
+    return put_back

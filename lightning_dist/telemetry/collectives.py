@@ -7,7 +7,6 @@ from collections.abc import Callable
 from dataclasses import dataclass, field
 from typing import Any
 
-import torch
 import torch.distributed as dist
 from torch import Tensor
 
@@ -175,14 +174,3 @@ def watch_final_wait(clock: PhaseClock, watch: CollectiveWatch, loss: Tensor) ->
 
     if loss.requires_grad:
         loss.register_hook(lambda _: _compat.at_end_of_backward(computed))
-
-
-def memory_of(device: torch.device) -> tuple[float, float]:
-    """Bytes in use now and at the most, of a GPU's allocator, or of this process on a CPU."""
-    if device.type == "cuda":
-        return float(torch.cuda.memory_allocated(device)), float(torch.cuda.max_memory_allocated(device))
-    import resource
-
-    with open("/proc/self/statm") as statm:
-        now = int(statm.read().split()[1]) * resource.getpagesize()
-    return float(now), resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024.0

@@ -92,6 +92,8 @@ class StragglerJudge:
         Args:
             windows: Of all ranks, by rank.
         """
+        if any(window.steps == 0 for window in windows):
+            return []  # a GPU that is behind with its steps
         found = [*self._stragglers(windows), *self._slow_links(windows)]
         due = []
         saved = any(window.saves for window in windows)

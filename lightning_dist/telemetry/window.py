@@ -125,6 +125,8 @@ def summarise(
         traffic: Of each group.
         scalars: The other fields of :class:`RankWindow`.
     """
+    if not steps:  # a GPU has not come so far yet
+        return RankWindow(0, (0.0,) * len(Phase), traffic=traffic, **scalars)
     computing = sorted(sum(step.seconds[phase] for phase in COMPUTE) - collecting.get(step.step, 0.0) for step in steps)
     kept = computing[: max(1, len(computing) - len(computing) // 10)]
     waits = sorted(step.seconds[Phase.EXPOSED_COMM] for step in steps)
