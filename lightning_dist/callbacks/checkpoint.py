@@ -141,7 +141,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._loaded: Position | None = None
         self._resumed_from: str | None = None
         self._batch_size = 0
-        self._wanted_in_window = False
+        self._wanted = False
+        self._leaving = False
+        self._more_follows = False
         self._trainer: Trainer | None = None
 
     @property
@@ -238,11 +240,11 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         same = trainer.world_size == self._world_size_then
         now = own.get("random") if same else None
         if position.at_end:
-            sampler.resume(position.epoch + 1, 0, now, None)
+            sampler.begin(position.epoch + 1, now)
             return
         starts = own.get("epoch_starts", []) if same else []
         skip = position.samples_for(self._data_size)
-        sampler.resume(position.epoch, skip, starts[index] if index < len(starts) else None, now)
+        sampler.go_on(position.epoch, skip, starts[index] if index < len(starts) else None, now)
 
     @property
     def _data_size(self) -> int:
@@ -270,23 +272,42 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 position.samples_for(self._data_size)  # refused here, before any data is read
                 _compat.set_batches_done(checkpoint, position.batches * position.data_size // self._data_size)
 
-    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
-        self._loaded = None
-        super().on_train_epoch_end(trainer, pl_module)
-
     # --- saving ------------------------------------------------------------------------------------------------------
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
     ) -> None:
+        self._more_follows = self._in_window(trainer) or _compat.validation_or_epoch_end_follows(trainer)
         super().on_train_batch_end(trainer, pl_module, outputs, batch, batch_idx)
         if self._in_window(trainer):
             return
         assert self._flags is not None
         told = self._flags.at_boundary(trainer.global_step)
-        if self._wanted_in_window or told & (Flag.SAVE | Flag.SIGNAL):
-            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer))
-        if told & Flag.SIGNAL:
+        self._wanted |= bool(told & (Flag.SAVE | Flag.SIGNAL))
+        self._leaving = bool(told & Flag.SIGNAL)
+        if self._leaving and self._more_follows:  # in case there is no time for what follows
+            self._save_newest(trainer)
+        self._at_a_good_moment(trainer)
+
+    def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._more_follows = _compat.validation_or_epoch_end_follows(trainer, validation=False)
+        super().on_validation_end(trainer, pl_module)
+        if not trainer.sanity_checking and trainer.state.fn == "fit":
+            self._at_a_good_moment(trainer)
+
+    def on_train_epoch_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        self._loaded, self._more_follows = None, False
+        super().on_train_epoch_end(trainer, pl_module)
+        self._at_a_good_moment(trainer)
+
+    def _at_a_good_moment(self, trainer: Trainer) -> None:
+        """Takes a checkpoint that was put off, where nothing follows that a run going on from it would leave out."""
+        if self._more_follows:
+            return
+        if self._wanted:
+            self._wanted = False
+            self._save_topk_checkpoint(trainer, self._monitor_candidates(trainer), again=self._leaving)
+        if self._leaving:
             self._leave(trainer)
 
     def _in_window(self, trainer: Trainer) -> bool:
@@ -294,16 +315,25 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         is_last = trainer.fit_loop.epoch_loop.batch_progress.is_last_batch
         return _compat.batches_processed(trainer) % trainer.accumulate_grad_batches != 0 and not is_last
 
-    def _save_topk_checkpoint(self, trainer: Trainer, monitor_candidates: dict[str, Tensor]) -> None:
-        """Saves among the best where it belongs there, and else as the newest."""
-        if self._in_window(trainer):
-            self._wanted_in_window = True
+    def _save_topk_checkpoint(
+        self, trainer: Trainer, monitor_candidates: dict[str, Tensor], *, again: bool = False
+    ) -> None:
+        """Saves among the best where it belongs there, and else as the newest.
+
+        In the middle of an accumulation window it waits for the window's end. Where validation or the end of the epoch
+        follows on this batch it waits for that, which Lightning would leave out when it goes on.
+        """
+        if self._more_follows:
+            self._wanted = True
             return
-        self._wanted_in_window = False
         if self.monitor is None or self.monitor in monitor_candidates:
             super()._save_topk_checkpoint(trainer, monitor_candidates)
-        if self._last_global_step_saved != trainer.global_step:
-            self._save_checkpoint(trainer, self._get_metric_interpolated_filepath_name(monitor_candidates, trainer))
+        if self._last_global_step_saved != trainer.global_step or again:
+            self._save_newest(trainer)
+
+    def _save_newest(self, trainer: Trainer) -> None:
+        candidates = self._monitor_candidates(trainer)
+        self._save_checkpoint(trainer, self.format_checkpoint_name(candidates))
 
     def _save_checkpoint(self, trainer: Trainer, filepath: str) -> None:
         assert self._writer is not None

@@ -7,6 +7,7 @@ from collections.abc import Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
+import torch
 from torch.utils.data import RandomSampler, Sampler
 from torch.utils.data.distributed import DistributedSampler
 
@@ -63,18 +64,26 @@ class ResumableSampler(Sampler[Any]):
         self.inner = inner
         self.start: dict[str, Any] | None = None
         self._skip = 0
-        self._states: tuple[dict[str, Any] | None, dict[str, Any] | None] = (None, None)
+        self._before: dict[str, Any] | None = None
+        self._after: dict[str, Any] | None = None
+        self._begins = False
 
-    def resume(self, epoch: int, skip: int, start: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
-        """Lets the next epoch that is begun pass over ``skip`` samples.
+    def go_on(self, epoch: int, skip: int, start: dict[str, Any] | None, now: dict[str, Any] | None) -> None:
+        """Lets the epoch that is begun next pass over samples that were used.
 
         Args:
             epoch: The epoch's number.
             skip: How many samples.
-            start: The generators at the beginning of that epoch; None where they are not known.
+            start: The generators when that epoch's first index was drawn; None where they are not known.
             now: The generators behind the samples that are passed over; None leaves them alone.
         """
-        self._skip, self._states = skip, (start, now)
+        self._skip, self._before, self._after = skip, start, now
+        self.set_epoch(epoch)
+
+    def begin(self, epoch: int, now: dict[str, Any] | None) -> None:
+        """Lets the epoch that is begun next begin with these generators, as the end of the epoch before left them."""
+        self._skip, self._before, self._after = 0, now, None
+        self._begins = True
         self.set_epoch(epoch)
 
     def set_epoch(self, epoch: int) -> None:
@@ -85,20 +94,19 @@ class ResumableSampler(Sampler[Any]):
         return len(self.inner)
 
     def __iter__(self) -> Iterator[Any]:
-        # Not a generator: a DataLoader calls this before it draws the seed of its workers.
-        (start, now), self._states = self._states, (None, None)
-        skip, self._skip = self._skip, 0
-        if start is not None:
-            restore_random_state(start)
+        """Begins an epoch; a DataLoader asks for the first index after it has drawn its workers' seed."""
+        if self._before is not None:
+            restore_random_state(self._before)
+            if self._begins:
+                torch.empty((), dtype=torch.int64).random_()  # the seed of the workers
         self.start = capture_random_state()
-        return self._indices(skip, now)
-
-    def _indices(self, skip: int, now: dict[str, Any] | None) -> Iterator[Any]:
+        skip, after = self._skip, self._after
+        self._skip, self._before, self._after, self._begins = 0, None, None, False
         indices = iter(self.inner)
         for _ in range(skip):
             next(indices, None)
-        if now is not None:
-            restore_random_state(now)
+        if after is not None:
+            restore_random_state(after)
         yield from indices
 
 
