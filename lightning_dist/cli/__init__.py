@@ -6,6 +6,7 @@ from typing import Annotated
 
 import typer
 
+from lightning_dist.cli.checkpoint import checkpoint
 from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.plan import plan
 from lightning_dist.cli.verify import verify
@@ -20,6 +21,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(doctor)
 app.command()(verify)
+app.add_typer(checkpoint)
 
 
 def _print_version(wanted: bool) -> None:

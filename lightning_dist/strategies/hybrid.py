@@ -690,7 +690,8 @@ class HybridParallelStrategy(ParallelStrategy):
         if storage_options is not None and not isinstance(storage_options, module_checkpoint.SaveOptions):
             raise TypeError("storage_options is not supported: a checkpoint is a directory, not one file.")
         path, names = self.broadcast(str(filepath)), self._parallel_module.names
-        module_checkpoint.save(checkpoint, path, self._groups.control, names, storage_options)
+        layout = str(self.layout)
+        module_checkpoint.save(checkpoint, path, self._groups.control, names, storage_options, layout=layout)
 
     def load_checkpoint(self, checkpoint_path: Any, weights_only: bool | None = None) -> dict[str, Any]:
         """Reads a directory of any layout, or a single file of one device, into this rank's parts."""

@@ -46,6 +46,8 @@ def save(
     group: dist.ProcessGroup | None,
     names: Sequence[str],
     options: SaveOptions | None = None,
+    *,
+    layout: str | None = None,
 ) -> None:
     """Writes a checkpoint directory: parts of tensors by each rank, the rest by the first. All ranks must call it.
 
@@ -62,7 +64,7 @@ def save(
     for key in [key for key, value in checkpoint.items() if _holds_parts(value, names)]:
         tensors[key] = checkpoint.pop(key)
     order = [f"state_dict.{name}" for name in names]
-    info = {"parameter_order": order}
+    info: dict[str, Any] = {"parameter_order": order, "layout": layout}
     if options.writer is None:
         engine.save(path, tensors, checkpoint, rank_state=options.rank_state, info=info, group=group)
     elif not options.writer.save(path, tensors, checkpoint, rank_state=options.rank_state, info=info):
