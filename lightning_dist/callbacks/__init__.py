@@ -2,6 +2,7 @@
 
 from lightning_dist.callbacks.checkpoint import FaultTolerantCheckpoint
 from lightning_dist.callbacks.pipeline_drawing import PipelineDrawing
+from lightning_dist.callbacks.router_health import RouterHealth
 from lightning_dist.callbacks.weight_averaging import ShardedWeightAveraging
 
-__all__ = ["FaultTolerantCheckpoint", "PipelineDrawing", "ShardedWeightAveraging"]
+__all__ = ["FaultTolerantCheckpoint", "PipelineDrawing", "RouterHealth", "ShardedWeightAveraging"]

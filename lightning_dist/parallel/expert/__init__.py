@@ -9,7 +9,7 @@ from lightning_dist.parallel.expert.huggingface import save_pretrained
 from lightning_dist.parallel.expert.layer import MixtureOfExperts
 from lightning_dist.parallel.expert.losses import attach_loss, auxiliary_loss, load_balancing_loss, z_loss
 from lightning_dist.parallel.expert.router import Routing, TopKRouter, update_expert_biases
-from lightning_dist.parallel.expert.statistics import RouterStatistics, watch_routing
+from lightning_dist.parallel.expert.statistics import RouterStatistics, join_statistics, watch_routing
 
 __all__ = [
     "ExpertReport",
@@ -26,6 +26,7 @@ __all__ = [
     "exchange_tokens",
     "experts_within",
     "find_experts",
+    "join_statistics",
     "leave_experts_out",
     "load_balancing_loss",
     "save_pretrained",

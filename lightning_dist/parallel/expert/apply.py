@@ -152,7 +152,7 @@ def spread_experts(
         if cut is not None:
             hidden, weights, parts = cut.enter(hidden, weights, parts)
         with shown_as(self, {**parts, "num_experts": own}):
-            output, vars(self)["exchanged_bytes"] = exchange_tokens(hidden, index, weights, total, group, original)
+            output, vars(self)["last_exchange"] = exchange_tokens(hidden, index, weights, total, group, original)
         return output if cut is None else cut.leave(output)
 
     override_forward(experts, forward)

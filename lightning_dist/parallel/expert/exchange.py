@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
-from typing import Any
+import time
+from collections.abc import Callable, Iterable
+from typing import Any, NamedTuple
 
 import torch
 import torch.distributed as dist
@@ -13,6 +14,37 @@ from torch.autograd.function import once_differentiable
 from lightning_dist.parallel.expert.rows import combine_rows, sort_by_expert, take_rows
 
 Group = dist.ProcessGroup
+Moment = float | torch.cuda.Event
+"""Seconds on the host's clock, or an event of a GPU's stream, which nobody has to wait for."""
+
+
+class Exchange(NamedTuple):
+    """What the exchange of one forward took."""
+
+    sent_bytes: int
+    """What this rank sent to others."""
+    spans: tuple[tuple[Moment, Moment], ...]
+    """When the rows' all-to-alls began and ended, waiting for the other ranks included."""
+
+
+def seconds_of(spans: Iterable[tuple[Moment, Moment]]) -> float:
+    """How long the spans are together; on a GPU the host waits until they are over."""
+    total = 0.0
+    for begin, end in spans:
+        if isinstance(begin, float):
+            total += end - begin  # type: ignore[operator]
+        else:
+            end.synchronize()  # type: ignore[union-attr]
+            total += begin.elapsed_time(end) / 1000  # type: ignore[arg-type]
+    return total
+
+
+def _moment(device: torch.device) -> Moment:
+    if device.type != "cuda":
+        return time.perf_counter()
+    event = torch.cuda.Event(enable_timing=True)
+    event.record()
+    return event
 
 
 def exchange_tokens(
@@ -22,7 +54,7 @@ def exchange_tokens(
     num_experts: int,
     group: Group,
     compute: Callable[[Tensor, Tensor, Tensor], Tensor],
-) -> tuple[Tensor, int]:
+) -> tuple[Tensor, Exchange]:
     """The weighted sum of the chosen experts' outputs, where each rank of ``group`` holds an equal part of them.
 
     Nothing is dropped or padded. A rank that sends or receives nothing takes part in every collective, in backward
@@ -42,7 +74,7 @@ def exchange_tokens(
             ``[rows, 1]``, numbered from 0, and ones ``[rows, 1]``.
 
     Returns:
-        ``[tokens, hidden]``, and how many bytes this rank sent to others.
+        ``[tokens, hidden]``, and what the exchange took.
     """
     ranks, rank = dist.get_world_size(group), dist.get_rank(group)
     order, counts = sort_by_expert(top_k_index, num_experts)
@@ -53,15 +85,19 @@ def exchange_tokens(
 
     positions = order[: sum(leaving_rows)]
     leaving = take_rows(hidden, positions, top_k_index.shape[-1])
+    begin = _moment(hidden.device)
     rows = _AllToAll.apply(leaving, leaving_rows, arriving_rows, group)
+    there = (begin, _moment(hidden.device))
     numbers = torch.arange(by_source.shape[1], device=hidden.device).repeat(ranks)
     expert_of_row = numbers.repeat_interleave(by_source.reshape(-1), output_size=sum(arriving_rows))
     outputs = _compute_some(compute, rows, expert_of_row)
+    begin = _moment(hidden.device)
     returned = _AllToAll.apply(outputs, arriving_rows, leaving_rows, group)
+    back = (begin, _moment(hidden.device))
 
     travelled = sum(leaving_rows) - leaving_rows[rank] + sum(arriving_rows) - arriving_rows[rank]
     output = combine_rows(returned, positions, top_k_weights)
-    return output, travelled * hidden.shape[-1] * hidden.element_size()
+    return output, Exchange(travelled * hidden.shape[-1] * hidden.element_size(), (there, back))
 
 
 def _compute_some(compute: Callable[[Tensor, Tensor, Tensor], Tensor], rows: Tensor, expert_of_row: Tensor) -> Tensor:

@@ -72,6 +72,7 @@ def test_all_ranks_together_count_what_one_process_counts(pool):
     # Rows of 8 doubles: each choice whose expert is on the other rank travels there and back.
     assert found.pop("exchanged_bytes") == first[2] + second[2] > 0
     assert alone.pop("exchanged_bytes") == 0
+    assert found.pop("exchange_seconds") > 0 == alone.pop("exchange_seconds")
     for name, value in alone.items():
         assert found[name] == pytest.approx(value), name
     assert found["drop_rate"] > 0
