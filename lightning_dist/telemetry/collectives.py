@@ -58,6 +58,7 @@ class CollectiveWatch:
         self._functional = "world"
         self._remove: Callable[[], None] | None = None
         self._ignored: set[str] = set()
+        self._final_since = 0.0
 
     def install(self) -> None:
         """Begins to watch; until :meth:`remove`."""
@@ -130,6 +131,24 @@ class CollectiveWatch:
             if self.on_call is not None:
                 self.on_call(None, name)
 
+    def begin_final_wait(self) -> None:
+        """Backward has computed its last gradient, and waits for what the reducer has under way."""
+        if self.clock.phase is Phase.BACKWARD:
+            self._final_since = time.perf_counter()
+            self.clock.enter(Phase.EXPOSED_COMM)
+            if self.on_call is not None:
+                self.on_call("gradient reduction", self.world_name)
+
+    def end_final_wait(self) -> None:
+        """Backward is over."""
+        if self._final_since:
+            traffic = self.traffic.setdefault(self.world_name, GroupTraffic())
+            traffic.seconds += time.perf_counter() - self._final_since
+            traffic.calls += 1
+            self._final_since = 0.0
+            if self.on_call is not None:
+                self.on_call(None, self.world_name)
+
     def _begin(self, operation: str, name: str) -> tuple[Phase | None, str, float]:
         bubble = name == "pipeline" and operation in ("send", "recv")
         before = self.clock.enter(Phase.BUBBLE if bubble else Phase.EXPOSED_COMM)
@@ -157,20 +176,12 @@ def _bytes(tensors: Any) -> float:
     return 0.0
 
 
-def watch_final_wait(clock: PhaseClock, watch: CollectiveWatch, loss: Tensor) -> None:
+def watch_final_wait(watch: CollectiveWatch, loss: Tensor) -> None:
     """Counts as communication what backward waits for after its last gradient: what DDP's reducer does, unseen, in C++.
 
     Args:
-        clock: Which is in backward from now on.
-        watch: Where the wait is counted, as the data group's.
+        watch: Whose clock is in backward from now on, and which is told of its end.
         loss: What backward begins at.
     """
-
-    def computed() -> None:
-        if clock.phase == Phase.BACKWARD:
-            clock.enter(Phase.EXPOSED_COMM)
-            if watch.on_call is not None:
-                watch.on_call("gradient reduction", watch.world_name)
-
     if loss.requires_grad:
-        loss.register_hook(lambda _: _compat.at_end_of_backward(computed))
+        loss.register_hook(lambda _: _compat.at_end_of_backward(watch.begin_final_wait))

@@ -86,7 +86,7 @@ class RankMonitor:
         self._sizes = [0.0, 0.0, 0.0]
         self._saves = 0
         self._pending: tuple[Any, Tensor, int] | None = None
-        self._since_exchange = 0
+        self._since_exchange = self._steps = 0
 
     def start(self) -> None:
         """Begins to watch this process's collectives and garbage collections; until :meth:`stop`."""
@@ -139,21 +139,28 @@ class RankMonitor:
         """
         self.switch(Phase.BACKWARD)
         if reduced_in_backward:
-            watch_final_wait(self.clock, self.watch, loss)
+            watch_final_wait(self.watch, loss)
 
     def end_backward(self) -> None:
         """Backward is over."""
-        if self.watchdog is not None:
-            self.watchdog.page.end_collective()
+        self.watch.end_final_wait()
         self.switch(Phase.OPTIMIZER)
 
     def end_step(self, step: int) -> WindowReport | None:
-        """Closes a step; returns the report of an exchange that has come through, if one has."""
-        self.clock.end_step(step)
+        """Closes a step, which may be one batch of several that are accumulated.
+
+        Args:
+            step: Its number in reports.
+
+        Returns:
+            The report of an exchange that has come through, if one has.
+        """
+        self._steps += 1
+        self.clock.end_step(self._steps)
         self.step = step
         collecting = self._collector.take()
         if collecting:
-            self._collecting[step] = collecting
+            self._collecting[self._steps] = collecting
         self._window += self.clock.take()
         self._since_exchange += 1
         report = self._read()

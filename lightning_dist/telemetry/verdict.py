@@ -27,6 +27,8 @@ LEAST_GAIN = 0.05
 """The least share of a step that a verdict is worth."""
 SLOW_LINK, LEAST_TRANSFER = 2.0, 0.15
 """A link is slow at this many times its best, if transfers take at least this share of a step."""
+WARM_UP = 2
+"""The first windows of a run, which are not judged: memory is first filled there, and caches."""
 PERSISTENT = 2
 """Windows in sequence that must agree."""
 REPEAT = 20
@@ -85,6 +87,7 @@ class StragglerJudge:
         self._own_past: dict[int, list[float]] = {}
         self._saves_past: dict[int, list[float]] = {}
         self._best_transfer: list[float] = []
+        self._windows = 0
 
     def judge(self, windows: Sequence[RankWindow]) -> list[Verdict]:
         """The verdicts that are new, or due again, after one more window.
@@ -94,6 +97,9 @@ class StragglerJudge:
         """
         if any(window.steps == 0 for window in windows):
             return []  # a GPU that is behind with its steps
+        self._windows += 1
+        if self._windows <= WARM_UP:
+            return []
         found = [*self._stragglers(windows), *self._slow_links(windows)]
         due = []
         saved = any(window.saves for window in windows)

@@ -27,7 +27,7 @@ from lightning_dist.telemetry.watchdog.heartbeat import (
     Beat,
     HeartbeatPage,
 )
-from lightning_dist.telemetry.watchdog.limits import limit_of
+from lightning_dist.telemetry.watchdog.limits import limit_of, limits_from
 from lightning_dist.telemetry.watchdog.report import Finding, RankState, find_culprits, write_report
 
 POLL = 0.25
@@ -96,6 +96,8 @@ class Hub:
         self.stalled_since = 0.0
         self.reports = 0
         self.stalled_seconds = 0.0
+        self.settings_file = self.folder / "stall_settings.json"
+        self.settings_seen, self.settings_due = 0, 0.0
         selector.register(self.server, selectors.EVENT_READ, self.accept)
 
     def accept(self) -> None:
@@ -156,6 +158,7 @@ class Hub:
         """Looks whether the run stands still; a few times a second."""
         if self.crash is not None or len(self.states) < self.world:
             return
+        self.read_settings()
         now = time.monotonic()
         for rank in [rank for rank, heard in self.heard.items() if now - heard > SILENCE]:
             self.lose(rank)
@@ -183,6 +186,30 @@ class Hub:
         if all(state.stack for state in states) or time.monotonic() - self.asked > STACKS:
             self.report(states, self.finding)
             self.finding = None
+
+    def read_settings(self) -> None:
+        """A person may have written new limits into the log folder."""
+        if time.monotonic() < self.settings_due:
+            return
+        self.settings_due = time.monotonic() + 2.0
+        try:
+            changed = self.settings_file.stat().st_mtime_ns
+            if changed == self.settings_seen:
+                return
+            self.settings_seen = changed
+            wanted = json.loads(self.settings_file.read_text())
+            message: dict[str, Any] = {"type": "settings", "enabled": bool(wanted.get("enabled", True))}
+            if "hang_timeout" in wanted:
+                message["limits"] = limits_from(wanted["hang_timeout"])
+            if "on_hang" in wanted:
+                message["abort"] = wanted["on_hang"] == "abort"
+        except FileNotFoundError:
+            return
+        except (OSError, ValueError, AttributeError) as error:
+            print(f"lightning_dist: {self.settings_file} is left aside: {error}", file=sys.stderr, flush=True)
+            return
+        print(f"lightning_dist: new settings from {self.settings_file}: {wanted}", file=sys.stderr, flush=True)
+        self.send_all(message)
 
     def report(self, states: list[RankState], finding: Finding) -> None:
         """Writes the report, and has it acted on."""
@@ -298,6 +325,11 @@ class Watchdog:
                 self.page.note_reports(message["number"], message["seconds"])
             elif kind == "abort":
                 self.end_rank()
+            elif kind == "settings":
+                self.page.set_limits(message.get("limits", {}))
+                self.page.set_flags(ENABLED, message["enabled"])
+                if "abort" in message:
+                    self.page.set_flags(ABORT, message["abort"])
             elif kind == "bye":
                 self.hub_over = True
             elif kind == "crash":
@@ -396,10 +428,10 @@ class Watchdog:
         """A process that ended without having said that it would."""
         where = f"in phase {beat.phase} of step {beat.step}"
         if beat.flags & EXITING:
-            return f"its process exited {where}, in the middle of the run"
+            return f"exited: its process ended {where}, in the middle of the run"
         if _kills_for_memory() > self.kills:
-            return f"its process was killed {where} because memory ran out (the kernel's out-of-memory killer)"
-        return f"its process ended {where} without a word: killed from outside, or os._exit"
+            return f"out of memory: its process was killed {where} by the kernel's out-of-memory killer"
+        return f"ended without a word: its process was killed from outside, or called os._exit, {where}"
 
 
 def _process_state(pid: int) -> str:

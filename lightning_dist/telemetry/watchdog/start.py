@@ -130,7 +130,7 @@ class RankWatchdog:
 
     def crash(self, error: BaseException) -> None:
         """Publishes the traceback of an exception that ends this rank's run."""
-        what = f"{type(error).__name__}: {error}".replace("\n", " ")
+        what = f"{cause_of(error)}: {type(error).__name__}: {error}".replace("\n", " ")
         text = "".join(traceback.format_exception(error))
         self._crash_file.write_text(f"{what}\n{text}")
         self.page.set_flags(CRASHED)
@@ -164,6 +164,15 @@ class RankWatchdog:
 
     def _at_exit(self) -> None:
         self.page.set_flags(EXITING)
+
+
+def cause_of(error: BaseException) -> str:
+    """An exception's kind, in words: out of memory, exited, or raised."""
+    if isinstance(error, SystemExit):
+        return "exited"
+    text = str(error).lower()
+    memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
+    return "out of memory" if memory or "out of memory" in text or "can't allocate memory" in text else "raised"
 
 
 def kind_number(kind: str) -> int:
