@@ -23,6 +23,8 @@ from torch import Tensor, nn
 from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict, set_model_state_dict
 from torch.distributed.tensor import DTensor
 
+from lightning_dist.parallel.expert import update_expert_biases
+
 
 class FactoryError(ValueError):
     """A factory did not return what the parity check needs."""
@@ -193,7 +195,8 @@ class _Batches:
 
 
 class _SingleDevice(SingleDeviceStrategy):
-    """Lightning's own, except that an accumulation window is one mean over its samples, not a mean of means.
+    """Lightning's own, except that an accumulation window is one mean over its samples, not a mean of means, and that
+    routers' biases are balanced after each step, as under our strategy.
 
     Args:
         factors: Per batch, what its loss is multiplied with before backward.
@@ -207,6 +210,12 @@ class _SingleDevice(SingleDeviceStrategy):
         assert self.lightning_module is not None
         factor = self._factors[self.lightning_module.trainer.fit_loop.batch_idx]
         return super().backward(closure_loss if factor == 1.0 else closure_loss * factor, *args, **kwargs)
+
+    def optimizer_step(self, *args: Any, **kwargs: Any) -> Any:
+        result = super().optimizer_step(*args, **kwargs)
+        assert self.lightning_module is not None
+        update_expert_biases(self.lightning_module)
+        return result
 
 
 class _Recorder(pl.Callback):

@@ -123,8 +123,12 @@ def update_expert_biases(network: nn.Module) -> None:
 
     Collectives: one all-reduce of ``layers * experts`` numbers over the ranks with other tokens.
     """
-    # A router of another pipeline stage has lost its buffers.
-    routers = [module for module in network.modules() if isinstance(module, TopKRouter) and module.load is not None]
+    # A router of another pipeline stage has lost its buffers; stand-ins that raise are in their place.
+    routers = [
+        module
+        for module in network.modules()
+        if isinstance(module, TopKRouter) and module._buffers.get("load") is not None
+    ]
     if not routers:
         return
     load = torch.cat([router.load for router in routers])  # type: ignore[misc]
