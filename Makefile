@@ -4,7 +4,7 @@
 SHELL := /bin/bash
 .DEFAULT_GOAL := help
 .DELETE_ON_ERROR:
-.PHONY: help venv demo test test-quick test-cluster lint smollm2 clean
+.PHONY: help venv demo demo-failure test test-quick test-cluster lint smollm2 clean
 
 # The first Python that is new enough, 3.11 (the tested one) before others; override with PYTHON=...
 PYTHON ?= $(shell for p in python3.11 python3 python3.12 python3.13 python3.14; do \
@@ -20,6 +20,7 @@ export PYTHONUNBUFFERED := 1
 
 help:
 	@echo 'make demo          fine-tune a small language model with sharded data parallel (installs into .venv first)'
+	@echo 'make demo-failure  kill a process of the demo, see the run come back and end with the same weights'
 	@echo 'make test          run the tests (installs into .venv first)'
 	@echo 'make test-quick    run the tests that take a few seconds each at most'
 	@echo 'make test-cluster  run the tests that need system services or a long series'
@@ -32,6 +33,18 @@ help:
 demo: .venv/.installed-hf
 	@echo '== Running examples/finetune_code_lm/train.py $(ARGS)'
 	@$(python) examples/finetune_code_lm/train.py $(ARGS)
+
+# torchrun starts all processes again when one has died, and the run goes on from its newest checkpoint.
+FAILURE := examples/finetune_code_lm/train.py --epochs 1 --steps-per-epoch 50 --validation-windows 64 --survive
+demo-failure: .venv/.installed-hf
+	@rm -rf runs/failure runs/undisturbed
+	@echo '== A run whose rank 1 is killed before step 25'
+	@.venv/bin/torchrun --nproc-per-node 2 --max-restarts 1 $(FAILURE) --output runs/failure --kill-at 25 $(ARGS)
+	@echo '== The same run, undisturbed'
+	@.venv/bin/torchrun --nproc-per-node 2 $(FAILURE) --output runs/undisturbed $(ARGS)
+	@echo '== Their last checkpoints, compared'
+	@.venv/bin/lightning-dist checkpoint diff "$$(ls -td runs/failure/checkpoints/*step=50* | head -1)" \
+		"$$(ls -td runs/undisturbed/checkpoints/*step=50* | head -1)"
 
 test: .venv/.installed-test
 	@echo '== Running the tests, except those that need a GPU or a cluster'

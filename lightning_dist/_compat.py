@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import copy
 import datetime
+import os
 from collections.abc import Callable, Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -115,11 +116,22 @@ def subprocess_launcher(environment: Any, num_processes: int, num_nodes: int) ->
 
 
 def init_process_group(environment: Any, backend: str, timeout: datetime.timedelta, device: torch.device) -> None:
-    """Meets the other ranks at the cluster environment's address (Lightning 2.6: ``_init_dist_connection``)."""
+    """Meets the other ranks at the cluster environment's address (Lightning 2.6: ``_init_dist_connection``).
+
+    torchrun keeps one store over all restarts of a job, with the addresses of the processes that died in it; a rank
+    that reads such an address before its new owner has written there waits for ever (torch 2.13). So each restart has
+    keys of its own.
+    """
     from lightning.fabric.utilities.distributed import _init_dist_connection
 
     device_id = device if device.type != "cpu" else None
-    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id)
+    settings: dict[str, Any] = {}
+    if os.environ.get("TORCHELASTIC_USE_AGENT_STORE") == "True" and not dist.is_initialized():
+        address, port = os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"])
+        attempt = os.environ.get("TORCHELASTIC_RESTART_COUNT", "0")
+        agent = dist.TCPStore(address, port, environment.world_size(), is_master=False, timeout=timeout)
+        settings["store"] = dist.PrefixStore(f"lightning_dist/attempt {attempt}", agent)
+    _init_dist_connection(environment, backend, timeout=timeout, device_id=device_id, **settings)
 
 
 def worker_init_function(rank: int) -> Any:

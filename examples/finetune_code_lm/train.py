@@ -18,7 +18,9 @@ from transformers import PreTrainedModel
 
 from data import ByteTokenizer, CodeData, PretrainedTokenizer, Tokenizer
 from lightning_dist import HybridParallelStrategy, ParallelLayout
+from lightning_dist.callbacks import FaultTolerantCheckpoint
 from lightning_dist.checkpoint import consolidate, load_huggingface
+from lightning_dist.testing.faults import FaultAt
 from module import CodeLanguageModel, load_pretrained, small_llama
 
 
@@ -61,6 +63,10 @@ def parse_arguments() -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="go on from it, or from the newest in --output",
     )
+    add(
+        "--survive", action="store_true", help="save every 10 steps, and go on from the newest in --output"
+    )
+    add("--kill-at", type=int, metavar="STEP", help="kill rank 1 before that step, once, to see --survive at work")
     add("--prompt", default="def ", help="what the sample at the end begins with (%(default)r)")
     return parser.parse_args()
 
@@ -92,7 +98,9 @@ def main() -> None:
 
     run = resume_from.parents[1].name if resume_from else None
     logger = TensorBoardLogger(arguments.output, name="", version=run)
-    newest = ModelCheckpoint(filename="newest-epoch{epoch:03d}", auto_insert_metric_name=False)
+    newest: ModelCheckpoint = ModelCheckpoint(filename="newest-epoch{epoch:03d}", auto_insert_metric_name=False)
+    if arguments.survive:
+        newest = FaultTolerantCheckpoint(arguments.output / "checkpoints", every_n_train_steps=10, save_top_k=0)
     best = ModelCheckpoint(filename="best-epoch{epoch:03d}", monitor="val/bits_per_byte", auto_insert_metric_name=False)
     trainer = L.Trainer(
         strategy=strategy,
@@ -106,7 +114,7 @@ def main() -> None:
         num_sanity_val_steps=0,
         log_every_n_steps=10,
         logger=logger,
-        callbacks=[newest, best, LearningRateMonitor("step"), TQDMProgressBar(refresh_rate=10)],
+        callbacks=[newest, best, LearningRateMonitor("step"), TQDMProgressBar(refresh_rate=10), *faults(arguments)],
     )
     trainer.print(f"Data: {data.description}")
     trainer.print(f"Model: {type(network).__name__}, {network.num_parameters() / 1e6:.1f} M parameters")
@@ -116,17 +124,23 @@ def main() -> None:
     before = trainer.validate(module, data, ckpt_path=checkpoint, verbose=False)[0]["val/bits_per_byte"]
     trainer.print(f"Before: {before:.3f} bits per byte" + (f" (from {checkpoint})" if checkpoint else ""))
     start = time.perf_counter()
-    trainer.fit(module, data, ckpt_path=checkpoint)
+    trainer.fit(module, data, ckpt_path="last" if arguments.survive else checkpoint)
     after = float(trainer.callback_metrics["val/bits_per_byte"])
     trainer.print(f"After: {after:.3f} bits per byte, step {trainer.global_step}, {time.perf_counter() - start:.0f} s")
 
     if trainer.is_global_zero:
         folder = Path(logger.log_dir) / "model"
-        save_model(Path(newest.best_model_path), arguments, folder)
+        checkpoint = newest.last_model_path or newest.best_model_path
+        save_model(Path(checkpoint), arguments, folder)
         print(f"Sample:\n{sample(folder, arguments.prompt, arguments.seed)}\n")
-        print(f"Checkpoint (go on with --resume): {newest.best_model_path}")
+        print(f"Checkpoint (go on with --resume): {checkpoint}")
         print(f"Model (for transformers, or for --model): {folder}")
         print(f"Logs: tensorboard --logdir {arguments.output}")
+
+
+def faults(arguments: argparse.Namespace) -> list[FaultAt]:
+    """What is to go wrong: a killed process, in the first start of the run only."""
+    return [FaultAt(step=arguments.kill_at, rank=1, action="kill")] if arguments.kill_at is not None else []
 
 
 def place(arguments: argparse.Namespace) -> tuple[int, int, ParallelLayout]:

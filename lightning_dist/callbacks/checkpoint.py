@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import signal
 import threading
+import warnings
 from datetime import timedelta
 from pathlib import Path
 from typing import Any, Literal, NoReturn
@@ -242,6 +243,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if position.at_end:
             sampler.begin(position.epoch + 1, now)
             return
+        # Lightning knows of loaders with a state only.
+        warnings.filterwarnings("ignore", ".*ended before the epoch ended and your dataloader is not resumable.*")
         starts = own.get("epoch_starts", []) if same else []
         skip = position.samples_for(self._data_size)
         sampler.go_on(position.epoch, skip, starts[index] if index < len(starts) else None, now)
@@ -345,7 +348,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self.last_model_path = filepath
         for attempt in range(2):
             try:
-                trainer.save_checkpoint(filepath, storage_options=options)
+                trainer.save_checkpoint(filepath, False, storage_options=options)
                 if not self.async_save:
                     self._writer.wait()
                 break
