@@ -24,7 +24,9 @@ SLOW = ("data wait", "input imbalance", "slow device", "garbage collection", "di
 HUNG = ("stopped process", "held interpreter lock", "skipped collective")
 CRASHED = ("raised", "out of memory", "exited")
 FAULTS = (*SLOW, *HUNG, *CRASHED)
-"""The causes that a job can be given; "slow link" needs the network around it, see `network.slow_link`."""
+"""The causes that a job can be given; "slow link" needs networks to run in, see `network.two_networks`."""
+NOTHING = "nothing returned"
+"""A fault that Lightning's DDP raises for: one rank's step returns None."""
 
 
 @dataclass
@@ -132,7 +134,7 @@ def main() -> None:
     """One rank of the job."""
     parser = argparse.ArgumentParser()
     parser.add_argument("--folder", required=True)
-    parser.add_argument("--fault", choices=FAULTS)
+    parser.add_argument("--fault", choices=(*FAULTS, NOTHING))
     parser.add_argument("--strategy", default="ddp")
     parser.add_argument("--steps", type=int, default=240)
     parser.add_argument("--at", type=int, default=100)
@@ -160,7 +162,7 @@ def _fit(options: argparse.Namespace) -> None:
 
     from lightning_dist import HybridParallelStrategy
     from lightning_dist.callbacks import SyncStallDetector
-    from lightning_dist.testing import faults
+    from lightning_dist.testing import faults, network
 
     warnings.filterwarnings("ignore")
     logging.getLogger("lightning.pytorch").setLevel(logging.ERROR)
@@ -191,7 +193,7 @@ def _fit(options: argparse.Namespace) -> None:
             self.model = nn.Sequential(*(nn.Linear(width, width) for _ in range(4)))
             self.weight_of_rank = torch.zeros(width, width)
 
-        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor:
+        def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
             step = self.trainer.global_step
             if faulty and step >= options.at and fault == "slow device":
                 for _ in range(40):
@@ -205,6 +207,8 @@ def _fit(options: argparse.Namespace) -> None:
                 dist.all_reduce(torch.zeros(1), group=extra_group[0])
             if faulty and step == options.at:
                 self._fail()
+                if fault == NOTHING:
+                    return None
             loss = self.model(batch).square().mean()
             self.log("train_loss", loss)
             return loss
@@ -220,6 +224,8 @@ def _fit(options: argparse.Namespace) -> None:
                 faults.hold_interpreter(60.0)
             elif fault == "raised":
                 raise faults.InjectedFault("raised on purpose")
+            elif fault == "slow link":
+                network.slow_down(megabits=50)
             elif fault == "out of memory":
                 torch.empty(2**50)
             elif fault == "exited":

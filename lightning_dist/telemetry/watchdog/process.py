@@ -400,7 +400,7 @@ class Watchdog:
             if now == size > before:
                 break
             size = now
-        return file.read_text(errors="replace")[before:] or "(no answer within 2 s)"
+        return _main_thread_first(file.read_text(errors="replace")[before:]) or "(no answer within 2 s)"
 
     def show_crash(self, message: dict[str, Any]) -> None:
         """Another rank has crashed: says so, and gives the own rank a moment to end by itself."""
@@ -418,7 +418,8 @@ class Watchdog:
         self.end_at = time.monotonic() + GRACE
 
     def end_rank(self) -> None:
-        """Ends the rank's process, a stopped one too."""
+        """Ends the rank's process, a stopped one too; that it ends is then no news."""
+        self.crashed = True
         if os.getppid() == self.pid:
             with contextlib.suppress(OSError):
                 os.kill(self.pid, signal.SIGKILL)
@@ -449,6 +450,12 @@ def _kills_for_memory() -> int:
             if name == "oom_kill":
                 return int(number)
     return 0
+
+
+def _main_thread_first(stacks: str) -> str:
+    """The thread that runs the loop is the one that the fault handler calls current; it writes it last."""
+    threads = stacks.strip().split("\n\n")
+    return "\n\n".join(sorted(threads, key=lambda text: not text.startswith("Current thread")))
 
 
 def _stack_from_outside(pid: int) -> str:

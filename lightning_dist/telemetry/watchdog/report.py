@@ -7,6 +7,8 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
 from typing import Any
 
+from lightning_dist.telemetry.watchdog.heartbeat import PHASES
+
 HELD = 3.0
 """Seconds without a run of the rank's thread from which its interpreter counts as held."""
 
@@ -118,7 +120,10 @@ def find_culprits(states: Sequence[RankState]) -> Finding:
     everyone_late = all(state.inside > state.limit for state in running)
     differ = len({(state.operation, state.group) for state in running}) > 1
     if behind or differ:
-        ranks = tuple(sorted(set(behind))) or tuple(state.rank for state in running)
+        # Each may be behind in what the other waits for. Who skipped one has gone on since, and is further in the step.
+        suspects = [state for state in running if state.rank in behind] or running
+        furthest = max((state.step, PHASES.index(state.phase)) for state in suspects)
+        ranks = tuple(s.rank for s in suspects if (s.step, PHASES.index(s.phase)) == furthest)
         return Finding(ranks, "skipped collective", everyone_late)
     return Finding(tuple(state.rank for state in running), "communication does not get through", everyone_late)
 
