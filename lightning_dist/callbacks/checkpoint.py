@@ -38,6 +38,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
       ones and the ``save_top_k`` best stay. Nothing is deleted before a newer one is committed and verified.
     * ``fit(ckpt_path="last")`` goes on from the newest intact checkpoint of ``dirpath``, chosen once for all ranks, and
       starts afresh where there is none. Older layouts and numbers of ranks are converted.
+    * With another number of data ranks a step keeps its samples, by more or fewer accumulated batches.
     * Every rank's random numbers and the position in the data come back too: the run goes on as if it had not stopped.
       In the middle of an accumulation window the checkpoint waits for the window's end.
     * SIGTERM or SIGUSR1 to any rank ends the run at one step of all ranks, with a checkpoint of that step and exit code
@@ -258,7 +259,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def _position(self, trainer: Trainer) -> Position:
         batches = _compat.batches_processed(trainer)
         of = trainer.num_training_batches
-        return Position(trainer.current_epoch, batches, of, self._batch_size, self._data_size)
+        accumulate = trainer.accumulate_grad_batches
+        return Position(trainer.current_epoch, batches, of, self._batch_size, self._data_size, accumulate)
 
     def on_save_checkpoint(self, trainer: Trainer, pl_module: LightningModule, checkpoint: dict[str, Any]) -> None:
         if trainer.state.fn == "fit":
@@ -271,9 +273,27 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if saved and engine.is_checkpoint(self._resumed_from) and trainer.state.fn == "fit":
             self._world_size_then = saved.pop("world_size")
             self._loaded = position = Position(**saved)
-            if position.data_size != self._data_size and not position.at_end:
-                position.samples_for(self._data_size)  # refused here, before any data is read
-                _compat.set_batches_done(checkpoint, position.batches * position.data_size // self._data_size)
+            if position.data_size != self._data_size:
+                if not position.at_end:
+                    position.samples_for(self._data_size)  # refused here, before any data is read
+                    _compat.set_batches_done(checkpoint, position.batches * position.data_size // self._data_size)
+                self._keep_batch(trainer, position)
+
+    def _keep_batch(self, trainer: Trainer, position: Position) -> None:
+        """With another number of data ranks a step keeps its samples, by more or fewer batches in a window."""
+        wanted, changed = position.accumulate_for(self._data_size), f"{position.data_size} to {self._data_size}"
+        if wanted is None:
+            rank_zero_warn(
+                f"The number of data ranks changes from {changed}: a step will have"
+                f" {trainer.accumulate_grad_batches * self._data_size} batches instead of"
+                f" {position.accumulate * position.data_size}; look at the learning rate."
+            )
+        elif wanted != trainer.accumulate_grad_batches:
+            rank_zero_warn(
+                f"The number of data ranks changes from {changed}: accumulate_grad_batches={wanted} instead of"
+                f" {trainer.accumulate_grad_batches} keeps the samples of a step."
+            )
+            trainer.accumulate_grad_batches = wanted
 
     # --- saving ------------------------------------------------------------------------------------------------------
 

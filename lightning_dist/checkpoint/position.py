@@ -24,6 +24,7 @@ class Position:
         of: How many the epoch has.
         batch_size: Samples of a rank's batch; 0 where it is not known.
         data_size: Number of data ranks.
+        accumulate: Batches of a rank in an optimizer step.
     """
 
     epoch: int
@@ -31,6 +32,12 @@ class Position:
     of: int | float
     batch_size: int
     data_size: int
+    accumulate: int = 1
+
+    def accumulate_for(self, data_size: int) -> int | None:
+        """How many batches each of ``data_size`` ranks adds up for a step of as many samples; None if none fits."""
+        batches, rest = divmod(self.accumulate * self.data_size, data_size)
+        return None if rest else batches
 
     @property
     def at_end(self) -> bool:

@@ -46,9 +46,9 @@ class Numbered(Dataset):
 class Noisy(L.LightningModule):
     """Dropout, AdamW, a scheduler that moves with each step; notes which samples it has trained on."""
 
-    def __init__(self, log=None):
+    def __init__(self, log=None, dropout=0.3):
         super().__init__()
-        self.model = nn.Sequential(nn.Linear(6, 10), Block(10), nn.Dropout(0.3), Block(10), nn.Linear(10, 3))
+        self.model = nn.Sequential(nn.Linear(6, 10), Block(10), nn.Dropout(dropout), Block(10), nn.Linear(10, 3))
         self.log_file = log
 
     def training_step(self, batch, batch_idx):
@@ -90,11 +90,12 @@ def fit(
     noise=False,
     batch_size=4,
     resume="last",
+    dropout=0.3,
     **settings,
 ):
     """Trains on this rank and returns the weights; ``kind`` is "one", "ddp" or a layout."""
     L.seed_everything(7, verbose=False)
-    module = Noisy(log)
+    module = Noisy(log, dropout)
     world = int(os.environ.get("WORLD_SIZE", 1))
     strategy = {"one": "auto", "ddp": "ddp"}.get(kind) or HybridParallelStrategy(layout=kind, timeout=60)
     callbacks = [Stop(stop)] if stop is not None else []
@@ -163,13 +164,13 @@ def test_it_goes_on_bit_for_bit(pool, tmp_path, kind, world, settings):
 
 
 def samples_by_step(log, world):
-    """The samples of each optimizer step, of all ranks, in the order of the steps; the last time counts."""
+    """The samples of each optimizer step, of all ranks, in the order of the steps."""
     steps = {}
     for rank in range(world):
         for line in Path(f"{log}.{rank}").read_text().splitlines():
             step, numbers = json.loads(line)
-            steps.setdefault(step, {})[rank] = numbers
-    return [sorted(chain.from_iterable(steps[step].values())) for step in sorted(steps)]
+            steps.setdefault(step, []).extend(numbers)
+    return [steps[step] for step in sorted(steps)]
 
 
 @pytest.mark.parametrize(("before", "after"), [(("one", 1), ("ddp", 2)), (("shard=2", 2), ("one", 1))])
@@ -181,6 +182,21 @@ def test_another_number_of_ranks_sees_each_sample_once(pool, tmp_path, before, a
     run(pool, *after, tmp_path / "runs", epochs=1, log=str(tmp_path / "second"))
     seen = samples_by_step(tmp_path / "first", before[1])[:step] + samples_by_step(tmp_path / "second", after[1])
     assert sorted(chain.from_iterable(seen)) == list(range(SAMPLES))
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "accumulate"), [(("shard=2", 2), ("one", 1), 1), (("one", 1), ("replicate=2", 2), 2)]
+)
+def test_another_number_of_ranks_takes_the_same_steps(pool, tmp_path, before, after, accumulate):
+    """Stopped in the middle of an epoch; the samples of a step stay, whatever number of ranks shares them."""
+    settings = {"accumulate": accumulate, "dropout": 0.0}
+    whole = run(pool, *before, tmp_path / "whole", **settings)
+    run(pool, *before, tmp_path / "runs", stop=5, **settings)
+    results = run(pool, *after, tmp_path / "runs", **settings)
+    assert results[0]["steps"] == whole[0]["steps"]
+    for name, value in whole[0]["weights"].items():
+        torch.testing.assert_close(results[0]["weights"][name], value, rtol=1e-4, atol=1e-5)
+    assert any("keeps the samples of a step" in said for said in results[0]["warnings"])
 
 
 def test_a_number_of_ranks_that_does_not_fit_is_refused(pool, tmp_path):
