@@ -205,6 +205,9 @@ class SyncStallDetector(Callback):
             self._optimizer_hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
         if self._watchdog is not None:
             self._watchdog.register_stack_signal()
+        if self._monitor is not None and isinstance(trainer.strategy, DDPStrategy):
+            trained = (it for it in pl_module.parameters() if it.requires_grad)
+            self._monitor.watch.reducer_carries(float(sum(it.numel() * it.element_size() for it in trained)))
         if self._ledger is not None:
             self._ledger.begin(trainer.global_step)
         self._switch(Phase.OTHER, "first_step")

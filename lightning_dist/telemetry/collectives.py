@@ -59,6 +59,7 @@ class CollectiveWatch:
         self._remove: Callable[[], None] | None = None
         self._ignored: set[str] = set()
         self._final_since = 0.0
+        self._reduced_bytes = 0.0
 
     def install(self) -> None:
         """Begins to watch; until :meth:`remove`."""
@@ -131,6 +132,10 @@ class CollectiveWatch:
             if self.on_call is not None:
                 self.on_call(None, name)
 
+    def reducer_carries(self, payload: float) -> None:
+        """Says how many bytes of gradients DDP's reducer exchanges in a backward: it does so unseen."""
+        self._reduced_bytes = payload
+
     def begin_final_wait(self) -> None:
         """Backward has computed its last gradient, and waits for what the reducer has under way."""
         if self.clock.phase is Phase.BACKWARD:
@@ -144,6 +149,7 @@ class CollectiveWatch:
         if self._final_since:
             traffic = self.traffic.setdefault(self.world_name, GroupTraffic())
             traffic.seconds += time.perf_counter() - self._final_since
+            traffic.payload += self._reduced_bytes
             traffic.calls += 1
             self._final_since = 0.0
             if self.on_call is not None:

@@ -69,7 +69,7 @@ def run_job(
     strategy: str = "ddp",
     steps: int = 240,
     at: int = 100,
-    hang_timeout: float = 3.0,
+    hang_timeout: float | str = 3.0,
     on_hang: str = "abort",
     timeout: float = 120.0,
     launch: Sequence[str] | None = None,
@@ -145,6 +145,7 @@ def main() -> None:
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--epoch-steps", type=int, default=0)
     parser.add_argument("--workers", type=int, default=0)
+    parser.add_argument("--bumps", action="store_true", help="a slow first step, and full collections, on all ranks")
     _fit(parser.parse_args())
 
 
@@ -195,6 +196,11 @@ def _fit(options: argparse.Namespace) -> None:
 
         def training_step(self, batch: Tensor, batch_idx: int) -> Tensor | None:
             step = self.trainer.global_step
+            if options.bumps:
+                if step == 0:
+                    time.sleep(3.0)
+                if step % 700 == 699:
+                    _make_garbage(10_000)
             if faulty and step >= options.at and fault == "slow device":
                 for _ in range(40):
                     self.weight_of_rank @ self.weight_of_rank
@@ -277,6 +283,7 @@ def _fit(options: argparse.Namespace) -> None:
     torch.manual_seed(1)
     loader = DataLoader(Samples(), rows, num_workers=options.workers)
     trainer.fit(Module(), loader, DataLoader(Samples(), rows))
+    print("done", flush=True)
 
 
 def _make_garbage(number: int) -> None:
