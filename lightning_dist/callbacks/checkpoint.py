@@ -24,6 +24,7 @@ from lightning_dist.checkpoint.position import Position, ResumableSampler, batch
 from lightning_dist.parallel.flag_exchange import REQUEUE, AgreedExit, Flag, FlagExchange
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
 from lightning_dist.strategies.module_checkpoint import SaveOptions
+from lightning_dist.telemetry.published import publish
 
 POSITION = "position"
 
@@ -305,6 +306,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if self._in_window(trainer):
             return
         assert self._flags is not None
+        publish("unprotected_minutes", self.unprotected_seconds / 60)
         told = self._flags.at_boundary(trainer.global_step)
         self._wanted |= bool(told & (Flag.SAVE | Flag.SIGNAL))
         self._leaving = bool(told & Flag.SIGNAL)
