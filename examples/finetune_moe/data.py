@@ -1,0 +1,1 @@
+../finetune_code_lm/data.py
