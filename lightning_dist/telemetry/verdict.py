@@ -23,14 +23,16 @@ ADVICE: dict[Cause, str] = {
     "other work": "callbacks or logging on this rank take long",
     "slow link": "look at this group's network cards, cables and switch ports; `lightning-dist doctor` measures each",
 }
-LEAST_GAIN = 0.05
+LEAST_GAIN = 0.1
 """The least share of a step that a verdict is worth."""
-SLOW_LINK, LEAST_TRANSFER = 2.0, 0.15
+SLOW_LINK, LEAST_TRANSFER = 3.0, 0.25
 """A link is slow at this many times its best, if transfers take at least this share of a step."""
 WARM_UP = 2
 """The first windows of a run, which are not judged: memory is first filled there, and caches."""
-PERSISTENT = 2
+PERSISTENT = 3
 """Windows in sequence that must agree."""
+RESTLESS: dict[Cause, int] = {"busy host": 6, "slow link": 4, "disk": 2}
+"""The same for causes of which a healthy machine has spells, and for one of which there are few windows."""
 REPEAT = 20
 """After how many windows a verdict that still holds is said again."""
 
@@ -106,7 +108,7 @@ class StragglerJudge:
         for verdict in found:
             key = (verdict.cause, verdict.rank)
             self._streaks[key] = self._streaks.get(key, 0) + 1
-            if self._streaks[key] % REPEAT == PERSISTENT:
+            if self._streaks[key] % REPEAT == windows_needed(verdict.cause):
                 due.append(verdict)
         still = {(verdict.cause, verdict.rank) for verdict in found}
         for key in list(self._streaks):
@@ -210,6 +212,11 @@ class StragglerJudge:
         evidence = f"transfers take {1000 * transfer:.1f} ms a step{speed}, {times:.1f} times {measure}"
         gain = (transfer - expected) / step
         return [Verdict("slow link", None, name, times, gain, step, evidence)]
+
+
+def windows_needed(cause: Cause) -> int:
+    """How many windows in sequence a cause must be found in."""
+    return RESTLESS.get(cause, PERSISTENT)
 
 
 def _costliest(windows: Sequence[RankWindow]) -> str:
