@@ -96,6 +96,11 @@ def epoch_metrics(trainer: Any) -> dict[str, Any]:
     }
 
 
+def names_logged(trainer: Any) -> set[str]:
+    """What ``self.log`` was called with in the loop that runs (Lightning 2.6: ``trainer._results``)."""
+    return {metric.meta.name for metric in (trainer._results or {}).values()}
+
+
 def synchronise_metric(metric: Any) -> None:
     """Computes an epoch's logged value over all ranks, as with ``sync_dist=True``, this once (Lightning 2.6)."""
     sync = metric.meta.sync
@@ -299,6 +304,12 @@ def take_over_signals(trainer: Any) -> None:
 
 def give_back_signals(trainer: Any) -> None:
     trainer.fit_loop.epoch_loop.__dict__.pop("_broadcast_sigterm_tensor", None)
+
+
+def first_training_batch(trainer: Any) -> Any:
+    """The first batch that the training data gives now (Lightning 2.6: ``fit_loop._data_source``)."""
+    loader = trainer.fit_loop._data_source.dataloader()
+    return next(iter(loader))
 
 
 def batches_processed(trainer: Any) -> int:

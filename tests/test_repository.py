@@ -13,7 +13,17 @@ import lightning_dist
 
 ROOT = Path(__file__).parents[1]
 PACKAGE = ROOT / "lightning_dist"
-BELOW_THE_STRATEGIES = ("parallel", "checkpoint", "telemetry", "advisor", "plan", "layout.py", "_compat.py")
+BELOW_THE_STRATEGIES = (
+    "parallel",
+    "checkpoint",
+    "telemetry",
+    "advisor",
+    "record",
+    "rules",
+    "plan",
+    "layout.py",
+    "_compat.py",
+)
 
 
 def tracked_files() -> list[Path]:
