@@ -6,6 +6,7 @@ import datetime
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager, nullcontext, suppress
+from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
 
@@ -16,13 +17,14 @@ from lightning.pytorch.callbacks import StochasticWeightAveraging, WeightAveragi
 from lightning.pytorch.plugins.precision import MixedPrecision, Precision
 from lightning.pytorch.strategies import ParallelStrategy
 from lightning.pytorch.trainer.states import TrainerFn
-from lightning.pytorch.utilities.rank_zero import rank_zero_only
+from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_only
 from torch import Tensor, nn
 from torch.distributed.device_mesh import DeviceMesh
 from torch.optim import Optimizer
 from torchmetrics import Metric
 
 from lightning_dist import _compat
+from lightning_dist.advisor import Advice
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel import agreement, data, gradients, loaders
 from lightning_dist.parallel import batch as batches
@@ -38,10 +40,10 @@ from lightning_dist.parallel.pipeline.timings import Action
 from lightning_dist.parallel.pipeline.trace import Tracer
 from lightning_dist.parallel.tensor import sharded_loss, sum_replicated_gradients
 from lightning_dist.plan import ModelPlan
-from lightning_dist.strategies import module_checkpoint
+from lightning_dist.strategies import auto_layout, module_checkpoint
 from lightning_dist.strategies.context_steps import ContextSteps
 from lightning_dist.strategies.evaluation import Evaluation, uncounted
-from lightning_dist.strategies.hybrid_arguments import as_timedelta, check_arguments, choose_layout
+from lightning_dist.strategies.hybrid_arguments import AUTO, as_timedelta, check_arguments, choose_layout
 from lightning_dist.strategies.logged_values import EpochAgreement, LogCheck
 from lightning_dist.strategies.parallel_setup import make_parallel
 from lightning_dist.strategies.pipeline_steps import PipelineSteps
@@ -82,7 +84,8 @@ class HybridParallelStrategy(ParallelStrategy):
         pipeline_parallel_size: Ranks that hold consecutive stages.
         expert_parallel_size: Ranks that share the experts, out of shard x context.
         plan: Which module goes where; None finds it (``LightningModule.parallel_plan()``, the network's structure).
-        layout: The short form, such as ``"replicate=2,shard=2"``, instead of the sizes.
+        layout: The short form, such as ``"replicate=2,shard=2"``, instead of the sizes; ``"auto"`` measures the links,
+            reads the module and its first batch, and takes what the advisor recommends for all devices (``advice``).
         pipeline_schedule: ``"GPipe"``, ``"1F1B"``, ``"Interleaved1F1B"``, ``"InterleavedZeroBubble"``,
             ``"ZBVZeroBubble"`` or ``"DualPipeV"``, as torch runs them.
         microbatches: How many parts a batch is cut into for the pipeline; ``"auto"`` is about four for each rank.
@@ -141,6 +144,8 @@ class HybridParallelStrategy(ParallelStrategy):
             gradient_norm_type=gradient_norm_type,
         )
         self.layout = sizes
+        self.advice: Advice | None = None
+        self._is_open = layout == AUTO
         self.num_nodes = 1
         self._plan = plan
         self._schedule = pipeline_schedule
@@ -226,7 +231,9 @@ class HybridParallelStrategy(ParallelStrategy):
             self.cluster_environment, self.process_group_backend, self._timeout, self.root_device
         )
         self._crash_watch = agreement.CrashWatch(_compat.default_store(), self.global_rank, self.world_size)
-        if self._groups.mesh is None:
+        if self._is_open:  # until setup, when there are data and a module
+            self._groups = ProcessGroups(control=dist.new_group(backend="gloo", timeout=self._timeout))
+        elif self._groups.mesh is None:
             self._groups = make_process_groups(self.layout, self.root_device.type, self._timeout)
 
     @property
@@ -264,6 +271,8 @@ class HybridParallelStrategy(ParallelStrategy):
         module = self.lightning_module
         self._refuse_unsuited(trainer)
         self.accelerator.setup(trainer)
+        if self._is_open and self.world_size > 1:
+            self._decide(trainer, module)
         self._parallelise(module)
         self.model = module
         self._connect_hooks(trainer, module)
@@ -274,6 +283,34 @@ class HybridParallelStrategy(ParallelStrategy):
                 self.setup_optimizers(trainer)
             self._seed_by_data_rank()
         self.setup_precision_plugin()
+
+    def _decide(self, trainer: Trainer, module: LightningModule) -> None:
+        """Takes the advisor's layout, and its settings where the user has left the defaults."""
+        if trainer.state.fn != TrainerFn.FITTING:
+            raise ValueError(
+                "layout='auto' is decided with the first training batch: call fit first, or give a layout."
+            )
+        fixed = None if self._schedule == "1F1B" else [self._schedule]
+        chosen, self.advice = auto_layout.decide(trainer, module, self.root_device, self.broadcast, schedules=fixed)
+        self.layout = ParallelLayout.parse(chosen["layout"]).resolve(self.world_size)
+        self._schedule = chosen.get("pipeline_schedule", self._schedule)
+        if self._microbatches == "auto":
+            self._microbatches = chosen.get("microbatches", "auto")
+        settings = self._settings
+        if settings.activation_checkpointing == "none":
+            settings = replace(settings, activation_checkpointing=chosen["activation_checkpointing"])
+        if settings.reshard_after_forward == "auto":
+            settings = replace(settings, reshard_after_forward=chosen.get("reshard_after_forward", "auto"))
+        self._settings = settings
+        self._groups = make_process_groups(self.layout, self.root_device.type, self._timeout, self._groups.control)
+        self._is_open = False
+        if self.advice is not None:
+            text = auto_layout.describe(self.advice)
+            rank_zero_info(text)
+            for logger in trainer.loggers:
+                experiment: Any = getattr(logger, "experiment", None)
+                if callable(getattr(experiment, "add_text", None)):
+                    experiment.add_text("plan", text.replace("\n", "\n\n"), 0)
 
     def _seed_by_data_rank(self) -> None:
         """From here on ranks of one replica draw the same random numbers (dropout), and data ranks others."""

@@ -9,10 +9,12 @@ from lightning_dist import _compat
 from lightning_dist.layout import ParallelLayout
 from lightning_dist.parallel.pipeline.placement import find_schedule
 
+AUTO = "auto"
+
 
 def choose_layout(sizes: ParallelLayout, layout: str | ParallelLayout | None) -> ParallelLayout:
-    """The layout from its sizes or from its short form, of which one may be given."""
-    if layout is None:
+    """The layout from its sizes or from its short form, of which one may be given; ``"auto"`` is decided later."""
+    if layout is None or (layout == AUTO and sizes == ParallelLayout()):
         return sizes
     if sizes != ParallelLayout():
         raise ValueError(f"layout={layout!r} was given beside sizes ({sizes}); give one or the other.")

@@ -46,13 +46,19 @@ class ProcessGroups:
         return self.mesh[axes] if self.mesh is not None and axes else None
 
 
-def make_process_groups(layout: ParallelLayout, device_type: str, timeout: datetime.timedelta) -> ProcessGroups:
+def make_process_groups(
+    layout: ParallelLayout,
+    device_type: str,
+    timeout: datetime.timedelta,
+    control: dist.ProcessGroup | None = None,
+) -> ProcessGroups:
     """Makes a layout's groups; all ranks of the world must call it.
 
     Args:
         layout: The resolved layout of a world of at least two.
         device_type: ``"cpu"`` or ``"cuda"``.
         timeout: How long a collective of these groups may wait.
+        control: The world's CPU group, where it has been made before the layout was known.
     """
     world_size = dist.get_world_size()
 
@@ -61,7 +67,7 @@ def make_process_groups(layout: ParallelLayout, device_type: str, timeout: datet
         return group
 
     mesh = layout.build_mesh(device_type)
-    control = dist.new_group(backend="gloo", timeout=timeout)
+    control = control or dist.new_group(backend="gloo", timeout=timeout)
     data = data_control = tokens = replica_control = pipeline_control = stage = None
     if layout.data_size > 1:
         axes = tuple(axis for axis in DATA_AXES if layout.sizes()[axis] > 1)
