@@ -46,7 +46,8 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
       75: start it again (docs/checkpoints.md).
     * A failing disk costs checkpoints, not training; the warnings say how long the run has been unprotected.
 
-    Works with :class:`~lightning_dist.HybridParallelStrategy`, Lightning's DDP and a single device.
+    Works with :class:`~lightning_dist.HybridParallelStrategy`,
+    :class:`~lightning_dist.strategies.FairScaleShardedStrategy`, Lightning's DDP and a single device.
 
     Args:
         dirpath: Folder of this run's checkpoints; it belongs to one run at a time. Local, or any fsspec path.
@@ -165,7 +166,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if not isinstance(strategy, HybridParallelStrategy) and type(strategy) not in SUPPORTED:
             raise ValueError(
                 f"FaultTolerantCheckpoint does not work with {type(strategy).__name__}: use HybridParallelStrategy,"
-                " 'ddp' or a single device, or Lightning's ModelCheckpoint with this strategy."
+                " FairScaleShardedStrategy, 'ddp' or one device, or Lightning's ModelCheckpoint with this strategy."
             )
         super().setup(trainer, pl_module, stage)
         self._trainer = trainer

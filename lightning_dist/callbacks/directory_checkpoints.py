@@ -1,4 +1,4 @@
-"""Checkpoint directories under Lightning's own strategies, where every rank holds the whole model (DDP, one device)."""
+"""Checkpoint directories under strategies where every rank holds the whole model: DDP, one device, FairScale's."""
 
 from __future__ import annotations
 
@@ -10,9 +10,12 @@ from lightning.pytorch import Trainer
 from lightning.pytorch.strategies import DDPStrategy, SingleDeviceStrategy
 
 from lightning_dist import checkpoint as engine
-from lightning_dist.strategies import module_checkpoint
+from lightning_dist.strategies import FairScaleShardedStrategy, module_checkpoint
 
-SUPPORTED = (DDPStrategy, SingleDeviceStrategy)
+SUPPORTED = (DDPStrategy, SingleDeviceStrategy, FairScaleShardedStrategy)
+
+GATHERED = "gathered_optimizer_states"
+"""Optimizer state that rank 0 has gathered from the others, among the trainer's state."""
 
 
 class DirectoryCheckpoints:
@@ -45,7 +48,9 @@ class DirectoryCheckpoints:
     def save(self, checkpoint: dict[str, Any], filepath: Any, storage_options: Any = None) -> None:
         module: Any = self._trainer.lightning_module
         names = {parameter: name for name, parameter in module.named_parameters()}
-        if "optimizer_states" in checkpoint:
+        if isinstance(self._trainer.strategy, FairScaleShardedStrategy):
+            checkpoint[GATHERED] = checkpoint.pop("optimizer_states", [])
+        elif "optimizer_states" in checkpoint:
             inner = [getattr(optimizer, "optimizer", optimizer) for optimizer in self._trainer.optimizers]
             checkpoint["optimizer_states"] = [engine.optimizer_state_by_name(optimizer, names) for optimizer in inner]
         path = self._trainer.strategy.broadcast(str(filepath))
@@ -56,7 +61,13 @@ class DirectoryCheckpoints:
         if not engine.is_checkpoint(path):
             return self._load_file(checkpoint_path, weights_only=weights_only)
         module: Any = self._trainer.lightning_module
-        return module_checkpoint.load(path, module, self._group, weights_only, {}, list(module.state_dict()))
+        checkpoint = module_checkpoint.load(path, module, self._group, weights_only, {}, list(module.state_dict()))
+        if GATHERED in checkpoint:
+            states = checkpoint.pop(GATHERED)
+            del checkpoint[module_checkpoint.PATH_KEY]
+            # Rank 0 sends each rank its part.
+            checkpoint["optimizer_states"] = states if self._trainer.is_global_zero else [None] * len(states)
+        return checkpoint
 
     def load_optimizers(self, checkpoint: Mapping[str, Any]) -> None:
         if module_checkpoint.PATH_KEY not in checkpoint:
