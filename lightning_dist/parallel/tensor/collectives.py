@@ -43,6 +43,8 @@ def sum_gradients_of(x: Tensor, group: Group) -> Tensor:
     if remembered is not None and remembered[0] == x._version and remembered[1] is group:
         return remembered[2]
     entered = _SumGradient.apply(x, group)
+    if x.is_leaf:  # the entry's graph holds a leaf, which must not hold the entry in turn: nobody would free them
+        return entered
     x._entered_tensor_group = (x._version, group, entered)  # type: ignore[attr-defined]
     return entered
 
@@ -139,7 +141,7 @@ class _SumGradient(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, x: Tensor, group: Group) -> Tensor:
         ctx.group = group
-        return x.view_as(x)
+        return x.detach()  # not a view, for a view holds its base, and the base remembers the entry
 
     @staticmethod
     @once_differentiable
