@@ -178,7 +178,7 @@ class _GatherForBoth(torch.autograd.Function):
         ctx.dim, ctx.group = dim, group
         ctx.set_materialize_grads(False)
         whole = _all_gather(x, dim, x.shape[dim] * dist.get_world_size(group), group)
-        return whole, whole.view_as(whole)
+        return whole, whole.detach()  # no view either
 
     @staticmethod
     @once_differentiable
