@@ -98,6 +98,13 @@ class Links:
                         f" {pair.bandwidth / 1e9:.3g} GB/s, {usual / pair.bandwidth:.1f} times less than the median of"
                         f" its kind ({usual / 1e9:.3g} GB/s)."
                     )
+        found += [
+            f"The link between nodes {pair.first} and {pair.second} carries {pair.bandwidth / 1e9:.2g} GB/s, less than"
+            " a network of 1 Gbit/s: look at its card, cable or switch port, or let little cross it"
+            " (LocalUpdateStrategy)."
+            for pair in self.inter
+            if pair.bandwidth < GIGABIT
+        ]
         found += self._suspects()
         return found
 
@@ -287,3 +294,7 @@ def describe(links: Links) -> list[Mapping[str, Any]]:
         for axis in links.axes
     ]
     return rows
+
+
+GIGABIT = 100e6
+"""Bytes per second that a network of 1 Gbit/s carries at least."""

@@ -9,6 +9,7 @@ import pytest
 from typer.testing import CliRunner
 
 from lightning_dist.cli import app
+from lightning_dist.testing.network import can_make_networks, two_networks
 
 
 def test_alone_it_looks_at_one_process(tmp_path, monkeypatch):
@@ -42,3 +43,26 @@ def test_under_torchrun_it_writes_links_that_plan_reads(tmp_path):
     arguments = ["plan", "tests.advisor.models:mlp", "--devices", "2", "--memory", "16GB", "--flops", "100GFLOPS"]
     planned = CliRunner().invoke(app, [*arguments, "--links", str(tmp_path / "links.json"), "--json"])
     assert json.loads(planned.stdout)["recommended"] is not None
+
+
+SLOWED = """
+import sys
+from lightning_dist.cli import app
+from lightning_dist.testing.network import slow_down
+slow_down(100)
+app(["doctor", "--megabytes", "4", "--json", "--output", sys.argv[1]])
+"""
+
+
+@pytest.mark.slow
+@pytest.mark.skipif(not can_make_networks(), reason="making network namespaces needs root, ip and tc")
+def test_it_finds_a_slow_link_between_two_networks(tmp_path):
+    """100 Mbit/s are 12.5 MB/s; both ranks send at once, and Gloo over TCP reaches about half of it each way."""
+    (tmp_path / "slowed.py").write_text(SLOWED)
+    with two_networks(29872) as launch:
+        command = [*launch, str(tmp_path / "slowed.py"), str(tmp_path / "links.json")]
+        result = subprocess.run(command, capture_output=True, text=True, timeout=150, check=False)
+    links = json.loads((tmp_path / "links.json").read_text())
+    assert 4e6 < links["links"]["inter"]["bandwidth"] < 12.5e6
+    (problem,) = json.loads(result.stdout)["problems"]
+    assert problem.startswith("The link between nodes 0 and 1 carries 0.0") and "LocalUpdateStrategy" in problem
