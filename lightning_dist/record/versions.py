@@ -90,7 +90,7 @@ def weights_hash(module: nn.Module) -> str:
             part = part.to_local()
         digest.update(f"{name} {part.dtype} {tuple(part.shape)}\0".encode())
         if part.numel() and part.device.type != "meta":
-            digest.update(memoryview(part.contiguous().cpu().flatten().view(torch.uint8).numpy()))
+            digest.update(part.contiguous().cpu().flatten().view(torch.uint8).numpy().data)
     return digest.hexdigest()
 
 
