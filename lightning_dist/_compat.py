@@ -465,3 +465,22 @@ def watch_fetching(begin: Callable[[], Any], end: Callable[[Any], None]) -> Call
 
     _DataFetcher.__next__ = fetch  # type: ignore[method-assign]
     return put_back
+
+
+def load_directories_by(read: Callable[[str], dict[str, Any]], is_directory: Callable[[Any], bool]) -> None:
+    """Lets ``LightningModule.load_from_checkpoint`` take a directory (Lightning 2.6: ``core.saving.pl_load``).
+
+    Args:
+        read: Gives Lightning's dictionary for a directory.
+        is_directory: Whether a path is one.
+    """
+    from lightning.pytorch.core import saving
+
+    load_file = saving.pl_load
+
+    def load(path: Any, *args: Any, **kwargs: Any) -> Any:
+        if isinstance(path, str | os.PathLike) and is_directory(path):
+            return read(os.fspath(path))
+        return load_file(path, *args, **kwargs)
+
+    saving.pl_load = load  # type: ignore[assignment]

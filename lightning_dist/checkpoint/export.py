@@ -31,6 +31,12 @@ def full_checkpoint(directory: PathLike) -> dict[str, Any]:
     return checkpoint | tensors
 
 
+def weights_and_trainer_state(directory: PathLike) -> dict[str, Any]:
+    """As `full_checkpoint`, without optimizers: what a module is made from again."""
+    weights = read_tensors(directory, ["state_dict"])["state_dict"]
+    return {**read_trainer_state(directory), "state_dict": _in_model_order(directory, weights)}
+
+
 def consolidate(directory: PathLike, file: PathLike) -> None:
     """Writes one single `.ckpt` that `torch.load`, `Trainer` on one device and `load_from_checkpoint` read.
 

@@ -14,8 +14,12 @@ from torch.distributed.tensor import DTensor, distribute_tensor
 from torch.optim import Optimizer
 from torch.utils import _pytree as pytree
 
+from lightning_dist import _compat
 from lightning_dist import checkpoint as engine
+from lightning_dist.checkpoint.export import weights_and_trainer_state
 from lightning_dist.checkpoint.read import tensor_index
+
+_compat.load_directories_by(weights_and_trainer_state, engine.is_checkpoint)
 
 
 @dataclass(frozen=True)

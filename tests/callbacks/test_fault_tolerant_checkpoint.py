@@ -218,6 +218,15 @@ def test_it_falls_back_and_says_what_that_costs(pool, tmp_path):
     assert any("2 steps are lost" in said for said in results[0]["warnings"])
 
 
+@pytest.mark.parametrize(("kind", "world"), [("one", 1), ("shard=2", 2), ("pp=2", 2)])
+def test_load_from_checkpoint_reads_a_directory(pool, tmp_path, kind, world):
+    results = run(pool, kind, world, tmp_path, epochs=1)
+    module = Noisy.load_from_checkpoint(checkpoint.newest_good(tmp_path).path)
+    whole = {name: value for result in results for name, value in result["weights"].items()}
+    assert whole.keys() == module.state_dict().keys()
+    assert all(torch.equal(value, whole[name]) for name, value in module.state_dict().items())
+
+
 def test_the_newest_and_the_best_stay(pool, tmp_path):
     results = run(pool, "one", 1, tmp_path, monitor="loss_step", save_top_k=1, keep_last=2, epochs=1)
     entries = checkpoint.list_checkpoints(tmp_path)
