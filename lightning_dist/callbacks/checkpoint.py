@@ -20,6 +20,7 @@ from lightning_dist import _compat
 from lightning_dist import checkpoint as engine
 from lightning_dist.callbacks.directory_checkpoints import SUPPORTED, DirectoryCheckpoints
 from lightning_dist.callbacks.flags import flags_of
+from lightning_dist.callbacks.run_record import record_event
 from lightning_dist.checkpoint.position import Position, ResumableSampler, batch_size_of, make_resumable
 from lightning_dist.parallel.flag_exchange import REQUEUE, AgreedExit, Flag, FlagExchange
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
@@ -143,6 +144,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._directories: DirectoryCheckpoints | None = None
         self._samplers: list[ResumableSampler] = []
         self._loaded: Position | None = None
+        self._choice: str | None = None
         self._resumed_from: str | None = None
         self._batch_size = 0
         self._wanted = False
@@ -154,6 +156,17 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
     def unprotected_seconds(self) -> float:
         """Seconds of training that would be lost if the run ended now."""
         return self._writer.unprotected_seconds if self._writer is not None else 0.0
+
+    def wait_until_written(self) -> None:
+        """Waits for what is being written; a failure is a warning, as when saving.
+
+        Collectives: those of the writer.
+        """
+        if self._writer is not None:
+            try:
+                self._writer.wait()
+            except engine.CheckpointError as error:
+                rank_zero_warn(f"A checkpoint could not be written: {error}")
 
     # --- set-up ------------------------------------------------------------------------------------------------------
 
@@ -211,6 +224,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             rank_zero_info(f"No checkpoint was found in {self._root}: the run starts afresh.")
             return None
         (rank_zero_warn if choice.rejected else rank_zero_info)(f"Going on from a checkpoint: {choice}")
+        self._choice = str(choice)
         return choice.path
 
     # --- position in the data ----------------------------------------------------------------------------------------
@@ -380,6 +394,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 rank_zero_warn(
                     f"Training goes on without a new checkpoint, unprotected for {minutes:.1f} minutes: {error}"
                 )
+                record_event(
+                    trainer, "failure", what="no new checkpoint", error=str(error), unprotected_minutes=minutes
+                )
                 if attempt or not self.async_save:
                     return
         self._last_global_step_saved = trainer.global_step
@@ -397,6 +414,9 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
         super().on_train_start(trainer, pl_module)
+        if self._choice is not None:
+            record_event(trainer, "restore", checkpoint=self._choice, step=trainer.global_step)
+            self._choice = None
         if self.on_signal == "requeue" and threading.current_thread() is threading.main_thread():
             _compat.take_over_signals(trainer)
             for number in (signal.SIGTERM, signal.SIGUSR1):
@@ -411,6 +431,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         step = trainer.global_step
         self._finish(together=True)
         rank_zero_info(f"A signal ended the run at step {step}; it goes on from {self.last_model_path}.")
+        record_event(trainer, "signal", step=step, checkpoint=self.last_model_path)
         raise AgreedExit(REQUEUE)
 
     def _give_back_signals(self, trainer: Trainer) -> None:
