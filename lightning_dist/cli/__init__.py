@@ -9,6 +9,7 @@ import typer
 from lightning_dist.cli.checkpoint import checkpoint
 from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.plan import plan
+from lightning_dist.cli.report import report
 from lightning_dist.cli.verify import verify
 
 app = typer.Typer(
@@ -21,6 +22,7 @@ app = typer.Typer(
 app.command()(plan)
 app.command()(doctor)
 app.command()(verify)
+app.command()(report)
 app.add_typer(checkpoint)
 
 
