@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import logging
 import os
+import time
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -17,6 +18,7 @@ from torch import Tensor
 from torch.optim import Optimizer
 
 from lightning_dist import _compat
+from lightning_dist.callbacks.run_record import record_event
 from lightning_dist.parallel.pipeline.stage import BoundaryStage
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
 from lightning_dist.telemetry.clock import PRODUCTIVE, Phase
@@ -26,7 +28,7 @@ from lightning_dist.telemetry.links import read_bandwidths
 from lightning_dist.telemetry.monitor import RankMonitor, WindowReport
 from lightning_dist.telemetry.pages import TelemetryPages, scalars_of
 from lightning_dist.telemetry.published import publish
-from lightning_dist.telemetry.verdict import StragglerJudge
+from lightning_dist.telemetry.verdict import StragglerJudge, Verdict
 from lightning_dist.telemetry.watchdog.limits import limits_from
 from lightning_dist.telemetry.watchdog.start import RankWatchdog, launcher_restarts
 from lightning_dist.telemetry.window import percentiles
@@ -59,7 +61,9 @@ class SyncStallDetector(Callback):
         on_hang: ``"warn"`` reports; ``"abort"`` reports and ends all ranks; ``"auto"`` aborts where a launcher starts
             the job again.
         straggler_threshold: Own work of a rank ÷ that of its peers from which it is a straggler.
+        straggler_seconds: How long it must hold the others up before it is named.
         every_n_steps: Batches from one exchange to the next.
+        write_seconds: The least time from one set of scalars in TensorBoard, and line in the ledger, to the next.
         links: ``links.json`` of ``lightning-dist doctor``, run with the same layout; without it a link is compared with
             its own best.
         peak_flops: Floating-point operations a second of a device, for MFU; None is the maker's figure where known.
@@ -79,7 +83,9 @@ class SyncStallDetector(Callback):
         hang_timeout: HangTimeout = "auto",
         on_hang: Literal["auto", "warn", "abort"] = "auto",
         straggler_threshold: float = 1.2,
+        straggler_seconds: float = 10.0,
         every_n_steps: int = 50,
+        write_seconds: float = 2.0,
         links: str | os.PathLike[str] | None = None,
         peak_flops: float | None = None,
         ledger: str | os.PathLike[str] | None = None,
@@ -87,12 +93,17 @@ class SyncStallDetector(Callback):
         limits_from(hang_timeout)
         if on_hang not in ("auto", "warn", "abort"):
             raise ValueError(f"on_hang={on_hang!r} does not fit: it can be 'auto', 'warn' or 'abort'.")
+        if straggler_seconds < 0 or write_seconds < 0:
+            given = f"straggler_seconds={straggler_seconds!r} or write_seconds={write_seconds!r}"
+            raise ValueError(f"{given} does not fit: give 0 or more.")
         if straggler_threshold <= 1:
             raise ValueError(f"straggler_threshold={straggler_threshold!r} does not fit: give a number above 1.")
         if isinstance(every_n_steps, bool) or every_n_steps < 1:
             raise ValueError(f"every_n_steps={every_n_steps!r} does not fit: give a whole number of at least 1.")
         self._hang_timeout, self._on_hang = hang_timeout, on_hang
         self._threshold, self._every_n_steps = straggler_threshold, every_n_steps
+        self._straggler_seconds, self._write_seconds = straggler_seconds, write_seconds
+        self._written_at = float("-inf")
         self._bandwidths = read_bandwidths(links) if links is not None else {}
         self._peak_flops, self._ledger_path = peak_flops, ledger
         self._monitor: RankMonitor | None = None
@@ -106,7 +117,7 @@ class SyncStallDetector(Callback):
         self._world = self._data_size = 1
         self._batches, self._productive = 0, 0.0
         self._flops, self._counting = 0.0, ExitStack()
-        self._reports = 0
+        self._reports = self._steps_since_written = 0
         self._last: WindowReport | None = None
 
     # --- begin -------------------------------------------------------------------------------------------------------
@@ -121,9 +132,8 @@ class SyncStallDetector(Callback):
         # Like Lightning's own callbacks: rank 0's folder counts.
         self._folder = Path(strategy.broadcast(trainer.log_dir or trainer.default_root_dir))
         group = dist.new_group(backend="gloo") if self._world > 1 else None
-        judge = StragglerJudge(
-            self._threshold, [place.get("pipeline", 0) for place in coordinates], link_bandwidth=self._bandwidths
-        )
+        roles = [place.get("pipeline", 0) for place in coordinates]
+        judge = StragglerJudge(self._threshold, roles, self._straggler_seconds, self._bandwidths)
         monitor = self._monitor = RankMonitor(
             trainer.global_rank,
             self._world,
@@ -134,7 +144,7 @@ class SyncStallDetector(Callback):
             world_name=_name_of_world(coordinates),
         )
         self._energy = EnergyMeter(device)
-        self._batches, self._productive, self._reports = 0, 0.0, 0
+        self._batches, self._productive, self._reports, self._steps_since_written = 0, 0.0, 0, 0
         self._start_watchdog(trainer, coordinates[trainer.global_rank])
         monitor.start()
         monitor.switch(Phase.OTHER, "first_step")
@@ -217,8 +227,6 @@ class SyncStallDetector(Callback):
 
     def _begin_fetch(self) -> bool:
         assert self._monitor is not None
-        if self._monitor.clock.phase is Phase.EVALUATION:
-            self._monitor.switch(Phase.EVALUATION)
         if self._monitor.clock.phase is not Phase.OTHER:
             return False
         self._monitor.switch(Phase.DATA_WAIT)
@@ -285,7 +293,8 @@ class SyncStallDetector(Callback):
         self._switch(Phase.EVALUATION, "evaluation")
 
     def on_validation_batch_start(self, *_: Any) -> None:
-        self._switch(Phase.EVALUATION)
+        if self._monitor is not None:
+            self._monitor.beat()
 
     def on_validation_end(self, trainer: Trainer, pl_module: LightningModule) -> None:
         self._switch(Phase.OTHER, "other")
@@ -317,6 +326,15 @@ class SyncStallDetector(Callback):
         if not own.steps:
             return
         self._productive += sum(own.seconds[phase] for phase in PRODUCTIVE)
+        self._steps_since_written += own.steps
+        for verdict in report.verdicts:
+            self._say_verdict(trainer, verdict, report.step)
+        assert self._watchdog is not None
+        stalls, stalled = self._watchdog.page.reports()
+        if time.monotonic() - self._written_at < self._write_seconds and stalls == self._reports:
+            return
+        self._written_at = time.monotonic()
+        new_stalls, self._reports = stalls - self._reports, stalls
         values = scalars_of(windows)
         seconds = max(window.total for window in windows)
         share = self._data_size / self._world  # ranks of one replica have the same batch
@@ -325,11 +343,10 @@ class SyncStallDetector(Callback):
         if self._flops and self._peak_flops:
             values["mfu"] = self._flops * own.steps / own.total / self._peak_flops
         if (joules := self._energy.take()) is not None:
-            values["joules_per_step"] = joules / own.steps
+            values["joules_per_step"] = joules / self._steps_since_written
+        self._steps_since_written = 0
         times = percentiles(step.wall for step in self._monitor.recent)
         values |= {f"step_time_{name}": value for name, value in times.items()}
-        assert self._watchdog is not None
-        stalls, stalled = self._watchdog.page.reports()
         values |= {"stalls": stalls, "stalled_seconds": stalled}
         if self._ledger is not None:
             self._ledger.note(report.step, self._productive)
@@ -340,21 +357,25 @@ class SyncStallDetector(Callback):
         for phase in Phase:
             publish(phase.word, sum(window.per_step(phase) for window in windows) / len(windows))
         if trainer.is_global_zero:
-            self._write(trainer, report, values, stalls)
+            self._write(trainer, report, values, new_stalls)
 
-    def _write(self, trainer: Trainer, report: WindowReport, values: dict[str, float], stalls: int) -> None:
+    def _write(self, trainer: Trainer, report: WindowReport, values: dict[str, float], new_stalls: int) -> None:
         if self._pages is not None:
             self._pages.add(report.step, report.windows, values)
-        for verdict in report.verdicts:
-            sentence = verdict.sentence(self._world)
-            log.warning("step %d: %s", report.step, sentence)
-            self._say(trainer, "straggler", sentence, report.step)
-        if stalls > self._reports:
-            self._reports = stalls
-            for file in sorted(self._folder.glob("stall_*.txt"))[-1:]:
-                self._say(trainer, "stall", file.read_text(), int(file.stem.split("_")[1]))
+        for file in sorted(self._folder.glob("stall_*.txt"))[-new_stalls:] if new_stalls else []:
+            text = file.read_text()
+            self._say("stall", text, int(file.stem.split("_")[1]))
+            record_event(trainer, "stall", report=str(file), summary=text.splitlines()[1])
 
-    def _say(self, trainer: Trainer, tag: str, text: str, step: int) -> None:
+    def _say_verdict(self, trainer: Trainer, verdict: Verdict, step: int) -> None:
+        sentence = verdict.sentence(self._world)
+        if trainer.is_global_zero:
+            log.warning("step %d: %s", step, sentence)
+            self._say("straggler", sentence, step)
+            numbers = {"rank": verdict.rank, "group": verdict.group, "gain": verdict.gain}
+            record_event(trainer, "straggler", cause=verdict.cause, words=sentence, **numbers)
+
+    def _say(self, tag: str, text: str, step: int) -> None:
         if self._pages is not None:
             self._pages.say(tag, text, step)
 

@@ -16,8 +16,12 @@ from lightning_dist.telemetry.clock import Phase, PhaseClock, StepTimes
 from lightning_dist.telemetry.collectives import CollectiveWatch, watch_final_wait
 from lightning_dist.telemetry.device import memory_of
 from lightning_dist.telemetry.verdict import StragglerJudge, Verdict
-from lightning_dist.telemetry.watchdog.start import RankWatchdog, kind_number
+from lightning_dist.telemetry.watchdog.heartbeat import KINDS
+from lightning_dist.telemetry.watchdog.start import RankWatchdog
 from lightning_dist.telemetry.window import CollectionTimer, RankWindow, run_delay, size_of, summarise, vector_size
+
+# torch 2.13's name; the older one warns there.
+all_gather_single = getattr(dist, "all_gather_single", dist.all_gather_into_tensor)
 
 
 @dataclass(frozen=True)
@@ -70,7 +74,7 @@ class RankMonitor:
         self.every_n_steps = every_n_steps
         self.judge = judge or StragglerJudge()
         self.watchdog: RankWatchdog | None = None
-        self.kind = "first_step"
+        self.kind, self._kind = "first_step", KINDS.index("first_step")
         self.step = 0
         self.clock = PhaseClock(device, self._beat)
         self.watch = CollectiveWatch(self.clock, self._collective, world_name)
@@ -107,9 +111,15 @@ class RankMonitor:
             phase: Which.
             kind: What limits the time in it from here on, see ``watchdog.heartbeat.KINDS``; None is as before.
         """
-        if kind is not None:
-            self.kind = kind
+        if kind is not None and kind != self.kind:
+            self.kind, self._kind = kind, KINDS.index(kind)
+        elif phase is self.clock.phase:
+            return
         self.clock.switch(phase)
+
+    def beat(self) -> None:
+        """Says that the loop goes on, within a phase."""
+        self._beat(self.clock.phase)
 
     @contextmanager
     def saving(self) -> Iterator[None]:
@@ -201,7 +211,7 @@ class RankMonitor:
         everyone = torch.zeros(self.world_size * vector_size(), dtype=torch.float64)
         work = None
         if self._group is not None:
-            work = dist.all_gather_into_tensor(everyone, vector, group=self._group, async_op=True)
+            work = all_gather_single(everyone, vector, group=self._group, async_op=True)
         else:
             everyone.copy_(vector)
         self._pending = (work, everyone, step)
@@ -217,7 +227,7 @@ class RankMonitor:
 
     def _beat(self, phase: Phase) -> None:
         if self.watchdog is not None:
-            self.watchdog.page.beat(int(phase), kind_number(self.kind), self.step)
+            self.watchdog.page.beat(phase, self._kind, self.step)
 
     def _collective(self, operation: str | None, group: str) -> None:
         if self.watchdog is None:

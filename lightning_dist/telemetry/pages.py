@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Mapping, Sequence
 from typing import Any
 
@@ -42,7 +43,7 @@ class TelemetryPages:
         writer: TensorBoard's ``SummaryWriter``.
         coordinates: For each rank, its place on each mesh axis.
         hosts: For each rank, where it runs.
-        picture_every: Windows from one set of pictures to the next.
+        picture_seconds: The least time from one set of pictures to the next: one takes a few hundredths of a second.
     """
 
     def __init__(
@@ -50,14 +51,14 @@ class TelemetryPages:
         writer: Any,
         coordinates: Sequence[Mapping[str, int]],
         hosts: Sequence[str] = (),
-        picture_every: int = 10,
+        picture_seconds: float = 60.0,
     ) -> None:
         self._writer = writer
         self._coordinates, self._hosts = coordinates, hosts
-        self._picture_every = picture_every
+        self._picture_seconds = picture_seconds
+        self._drawn_at, self._drawn_step = float("-inf"), -1
         self._columns: list[list[float]] = []
         self._steps: list[int] = []
-        self._windows = 0
         writer.add_custom_scalars(LAYOUT)
 
     def add(self, step: int, windows: Sequence[RankWindow], values: Mapping[str, float]) -> None:
@@ -72,8 +73,7 @@ class TelemetryPages:
             self._writer.add_scalar(PREFIX + name, value, step)
         self._columns = [*self._columns, [own_work(window) for window in windows]][-MOST_COLUMNS:]
         self._steps = [*self._steps, step][-MOST_COLUMNS:]
-        self._windows += 1
-        if self._windows % self._picture_every == 1 or self._picture_every == 1:
+        if time.monotonic() - self._drawn_at >= self._picture_seconds:
             self._draw(step, windows)
 
     def say(self, tag: str, text: str, step: int) -> None:
@@ -84,10 +84,11 @@ class TelemetryPages:
 
     def end(self, windows: Sequence[RankWindow]) -> None:
         """Draws the last pictures."""
-        if self._steps and self._windows % self._picture_every != 1:
+        if self._steps and self._drawn_step != self._steps[-1]:
             self._draw(self._steps[-1], windows)
 
     def _draw(self, step: int, windows: Sequence[RankWindow]) -> None:
+        self._drawn_at, self._drawn_step = time.monotonic(), step
         self._writer.add_image(PREFIX + "ranks_over_time", draw_heat_map(self._columns, self._steps), step)
         self._writer.add_image(PREFIX + "phases_by_rank", draw_phase_bars([w.seconds for w in windows]), step)
         mesh = draw_mesh(self._coordinates, self._columns[-1], self._hosts)

@@ -70,6 +70,15 @@ class Verdict:
 
 
 @dataclass
+class _Streak:
+    """How long a verdict has held, in windows and seconds, and the window at which it is said next."""
+
+    windows: int = 0
+    seconds: float = 0.0
+    next: int = 0
+
+
+@dataclass
 class StragglerJudge:
     """Compares ranks with their peers, and links with their own past. Pure arithmetic on exchanged windows.
 
@@ -77,15 +86,18 @@ class StragglerJudge:
         threshold: Own work ÷ that of peers from which a rank is a straggler.
         roles: For each rank, what it does; ranks are compared with those of the same role only (the same stages of a
             pipeline). Alone in its role, a rank is compared with its own past.
+        least_seconds: How long a rank or link must hold the others up, without a break, before it is named; windows of
+            short steps are soon over, and every machine has spells. A disk is judged by its saves, not by time.
         link_bandwidth: Bytes per second that ``lightning-dist doctor`` measured, by mesh dimension.
     """
 
     threshold: float = 1.2
     roles: Sequence[int] = ()
+    least_seconds: float = 10.0
     link_bandwidth: Mapping[str, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        self._streaks: dict[tuple[Cause, int | None], int] = {}
+        self._streaks: dict[tuple[Cause, int | None], _Streak] = {}
         self._own_past: dict[int, list[float]] = {}
         self._saves_past: dict[int, list[float]] = {}
         self._best_transfer: list[float] = []
@@ -106,9 +118,12 @@ class StragglerJudge:
         due = []
         saved = any(window.saves for window in windows)
         for verdict in found:
-            key = (verdict.cause, verdict.rank)
-            self._streaks[key] = self._streaks.get(key, 0) + 1
-            if self._streaks[key] % REPEAT == windows_needed(verdict.cause):
+            streak = self._streaks.setdefault((verdict.cause, verdict.rank), _Streak())
+            streak.windows += 1
+            streak.seconds += verdict.step_seconds * windows[0].steps
+            lasting = verdict.cause == "disk" or streak.seconds >= self.least_seconds
+            if lasting and streak.windows >= max(windows_needed(verdict.cause), streak.next):
+                streak.next = streak.windows + REPEAT
                 due.append(verdict)
         still = {(verdict.cause, verdict.rank) for verdict in found}
         for key in list(self._streaks):

@@ -141,6 +141,7 @@ def main() -> None:
     parser.add_argument("--hang-timeout", default="auto")
     parser.add_argument("--on-hang", default="warn")
     parser.add_argument("--every", type=int, default=20)
+    parser.add_argument("--straggler-seconds", type=float, default=0.5)
     parser.add_argument("--save-every", type=int, default=0)
     parser.add_argument("--width", type=int, default=192)
     parser.add_argument("--epoch-steps", type=int, default=0)
@@ -259,7 +260,12 @@ def _fit(options: argparse.Namespace) -> None:
 
     extra_group: list[Any] = []
     limit = options.hang_timeout if options.hang_timeout == "auto" else float(options.hang_timeout)
-    detector = SyncStallDetector(hang_timeout=limit, on_hang=options.on_hang, every_n_steps=options.every)
+    detector = SyncStallDetector(
+        hang_timeout=limit,
+        on_hang=options.on_hang,
+        every_n_steps=options.every,
+        straggler_seconds=options.straggler_seconds,
+    )
     callbacks: list[Any] = [detector, Around()]
     if options.save_every:
         callbacks.append(

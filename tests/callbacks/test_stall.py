@@ -53,7 +53,7 @@ def fit(layout, folder, callbacks, batches=16, accelerator="cpu", **more):
 
 
 def follow(layout, folder):
-    detector = SyncStallDetector(every_n_steps=EVERY, peak_flops=1e12)
+    detector = SyncStallDetector(every_n_steps=EVERY, write_seconds=0.0, peak_flops=1e12)
     trainer = fit(layout, folder, [detector], limit_val_batches=2)
     values = published()
     assert "save_checkpoint" not in vars(trainer)
@@ -118,6 +118,7 @@ def test_nothing_is_left_behind():
         ({"hang_timeout": 0}, "hang_timeout=0 does not fit"),
         ({"on_hang": "panic"}, "on_hang='panic' does not fit"),
         ({"straggler_threshold": 1.0}, "straggler_threshold=1.0 does not fit"),
+        ({"write_seconds": -1.0}, "write_seconds=-1.0 does not fit"),
         ({"every_n_steps": 0}, "every_n_steps=0 does not fit"),
         ({"links": "/nowhere.json"}, "links='/nowhere.json' does not fit"),
     ],

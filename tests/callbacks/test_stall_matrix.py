@@ -81,6 +81,7 @@ def write_table(seen, latencies):
 def test_ten_thousand_healthy_steps_are_silent(tmp_path):
     """With a slow first step, epochs with new workers and validation, checkpoints, and full garbage collections."""
     more = ["--epoch-steps", "1000", "--workers", "1", "--save-every", "500", "--every", "50", "--bumps"]
+    more += ["--straggler-seconds", "10"]  # as it is by default
     outcome = run_job(tmp_path, None, steps=10_000, hang_timeout="auto", timeout=1500, more=more, on_hang="warn")
     assert "killed after" not in outcome.output
     assert outcome.causes == [], outcome.output[-3000:]

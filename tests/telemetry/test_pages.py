@@ -40,10 +40,11 @@ def test_scalars_are_shares_of_a_step():
 
 def test_the_pages_are_in_the_file(tmp_path):
     writer = SummaryWriter(str(tmp_path))
-    pages = TelemetryPages(writer, [{"shard": 0}, {"shard": 1}], picture_every=2)
+    pages = TelemetryPages(writer, [{"shard": 0}, {"shard": 1}])
     for step in (50, 100, 150):
         values = {**scalars_of(WINDOWS), "goodput": 0.9, "stalls": 0.0, "step_time_p50": 0.2}
         pages.add(step, WINDOWS, values)
+    pages.end(WINDOWS)
     pages.say("stall", "stall: missing rank 1\n--- stacks ---", 120)
     writer.close()
     events = EventAccumulator(str(tmp_path), size_guidance={"images": 0, "tensors": 0})

@@ -44,7 +44,7 @@ def four(faulty, wait):
     ],
 )
 def test_each_cause_is_told_apart(faulty, cause):
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     said = verdicts(judge, four(faulty, 0.05), WARM_UP + windows_needed(cause))
     assert not any(said[:-1])
     (verdict,) = said[-1]
@@ -59,25 +59,31 @@ def test_each_cause_is_told_apart(faulty, cause):
 
 
 def test_a_verdict_is_not_repeated_at_once():
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     said = verdicts(judge, four(window(compute=0.15), 0.05), WARM_UP + PERSISTENT + 10)
     assert sum(map(len, said)) == 1
 
 
+def test_a_straggler_is_named_once_it_has_lasted():
+    judge = StragglerJudge(least_seconds=10.0)  # windows take 1.5 s: the seventh is over after 10.5 s
+    said = verdicts(judge, four(window(compute=0.15), 0.05), WARM_UP + 7)
+    assert [len(it) for it in said] == [0] * (WARM_UP + 6) + [1]
+
+
 def test_what_is_not_persistent_is_not_said():
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     for _ in range(20):
         assert judge.judge(four(window(compute=0.15), 0.05)) == []
         assert judge.judge(four(window(), 0.0)) == []
 
 
 def test_a_rank_that_nobody_waits_for_is_no_straggler():
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     assert not any(verdicts(judge, four(window(compute=0.15, wait=0.05), 0.05), 8))
 
 
 def test_stages_of_a_pipeline_are_compared_with_their_own_kind_and_their_past():
-    judge = StragglerJudge(roles=[0, 1])
+    judge = StragglerJudge(least_seconds=0.0, roles=[0, 1])
     even = [window(compute=0.1, wait=0.1), window(compute=0.2)]
     assert not any(verdicts(judge, even, 6))
     slower = [window(compute=0.1, wait=0.2), window(compute=0.3)]
@@ -86,7 +92,7 @@ def test_stages_of_a_pipeline_are_compared_with_their_own_kind_and_their_past():
 
 
 def test_a_disk_is_compared_with_its_own_past_and_silent_windows_do_not_matter():
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     good = [window(save=0.02, saves=1.0), window(wait=0.002)]
     for _ in range(4):
         assert judge.judge(good) == []
@@ -104,7 +110,7 @@ def link(wait, payload=1e6):
 
 
 def test_a_link_is_compared_with_its_own_best():
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     assert not any(verdicts(judge, link(0.01), 6))
     said = verdicts(judge, link(0.1), windows_needed("slow link"))
     (verdict,) = said[-1]
@@ -117,7 +123,7 @@ def test_a_link_is_compared_with_its_own_best():
 def test_a_link_is_compared_with_what_was_measured(tmp_path):
     file = tmp_path / "links.json"
     file.write_text(json.dumps({"axes": [{"axis": "shard", "size": 2, "bandwidth": 1e8, "latency": 1e-5}]}))
-    judge = StragglerJudge(link_bandwidth=read_bandwidths(file))
+    judge = StragglerJudge(least_seconds=0.0, link_bandwidth=read_bandwidths(file))
     said = verdicts(judge, link(0.1), WARM_UP + windows_needed("slow link"))
     (verdict,) = said[-1]
     assert verdict.ratio == pytest.approx(10.0)  # 1 MB at 100 MB/s is 10 ms
@@ -126,7 +132,7 @@ def test_a_link_is_compared_with_what_was_measured(tmp_path):
 
 
 def test_one_slow_window_of_a_link_does_not_become_its_best():
-    judge = StragglerJudge()
+    judge = StragglerJudge(least_seconds=0.0)
     assert not any(verdicts(judge, link(0.01), 6))
     verdicts(judge, link(0.1), 30)
     assert judge.judge(link(0.01)) == []

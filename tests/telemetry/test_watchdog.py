@@ -87,6 +87,15 @@ def test_a_page_is_read_as_it_was_written(tmp_path):
     assert not (tmp_path / "page").exists()
 
 
+def test_a_page_that_nobody_has_written_on_is_of_now(tmp_path):
+    before = time.monotonic()
+    HeartbeatPage(tmp_path / "page", create=True)
+    beat = HeartbeatPage(tmp_path / "page").read()
+    assert before <= beat.since <= time.monotonic()
+    assert before <= beat.thread <= time.monotonic()
+    assert limit_of(beat) == 1800.0
+
+
 def test_limits_are_learnt_from_the_longest_time_seen(tmp_path):
     page = HeartbeatPage(tmp_path / "page", create=True)
     step = KINDS.index("step")
@@ -95,9 +104,9 @@ def test_limits_are_learnt_from_the_longest_time_seen(tmp_path):
     for number in range(400):
         page.beat(Phase.FORWARD, step, number)
     assert limit_of(page.read()) == 10.0  # ten times microseconds is less than the least
-    page._longest[step] = 3.0
+    page._last -= 3.0  # the last beat was three seconds ago
     page.beat(Phase.FORWARD, step, 400)
-    assert limit_of(page.read()) == 30.0
+    assert limit_of(page.read()) == pytest.approx(30.0, rel=0.1)
 
 
 def test_what_a_hang_timeout_stands_for():

@@ -42,6 +42,8 @@ _count = struct.Struct("<32sQ")
 _learnt = struct.Struct("<dQ")
 _reports = struct.Struct("<Id")
 
+# `pack_into` clears the place first, and a reader between the two sees zeros; assigning a slice copies in one go.
+
 
 @dataclass(frozen=True)
 class Beat:
@@ -96,6 +98,10 @@ class HeartbeatPage:
         self._longest, self._beats = [0.0] * len(KINDS), [0] * len(KINDS)
         self._calls = 0
         self._names: dict[str, bytes] = {}
+        if create:
+            # A watchdog that looks before the first beat must not take zero for a time.
+            self._put(_BEAT, _beat.pack(0, self._last, 0, PHASES.index("other"), KINDS.index("first_step")))
+            self._put(_THREAD, _double.pack(self._last))
 
     # --- the rank's side ---------------------------------------------------------------------------------------------
 
@@ -104,12 +110,12 @@ class HeartbeatPage:
         now = time.monotonic()
         gap, before = now - self._last, self._kind
         self._beats[before] += 1
-        if gap > self._longest[before]:
-            self._longest[before] = gap
-        _learnt.pack_into(self._memory, _LEARNT + 16 * before, self._longest[before], self._beats[before])
+        if gap > self._longest[before] or not self._beats[before] % 16:
+            self._longest[before] = max(gap, self._longest[before])
+            self._put(_LEARNT + 16 * before, _learnt.pack(self._longest[before], self._beats[before]))
         self._count += 1
         self._last, self._kind = now, kind
-        _beat.pack_into(self._memory, _BEAT, self._count, now, step, phase, kind)
+        self._memory[_BEAT : _BEAT + _beat.size] = _beat.pack(self._count, now, step, phase, kind)
 
     def begin_collective(self, operation: str, group: str) -> None:
         """The rank begins to wait for a collective."""
@@ -117,28 +123,28 @@ class HeartbeatPage:
         names = self._names
         op = names.get(operation) or names.setdefault(operation, operation.encode()[:32])
         of = names.get(group) or names.setdefault(group, group.encode()[:48])
-        _collective.pack_into(self._memory, _COLLECTIVE, time.monotonic(), self._calls, op, of)
+        self._put(_COLLECTIVE, _collective.pack(time.monotonic(), self._calls, op, of))
 
     def end_collective(self) -> None:
         """It has waited."""
-        _double.pack_into(self._memory, _COLLECTIVE, 0.0)
+        self._put(_COLLECTIVE, _double.pack(0.0))
 
     def thread_runs(self, counts: Mapping[str, int]) -> None:
         """A thread of the rank runs; it has found these numbers of collectives by group."""
         for place, (name, number) in enumerate(list(counts.items())[:GROUPS]):
-            _count.pack_into(self._memory, _COUNTS + _count.size * place, name.encode()[:32], number)
-        _double.pack_into(self._memory, _THREAD, time.monotonic())
+            self._put(_COUNTS + _count.size * place, _count.pack(name.encode()[:32], number))
+        self._put(_THREAD, _double.pack(time.monotonic()))
 
     def set_flags(self, flags: int, on: bool = True) -> None:
         """Sets or clears flags."""
         (now,) = _flags.unpack_from(self._memory, _FLAGS)
-        _flags.pack_into(self._memory, _FLAGS, now | flags if on else now & ~flags)
+        self._put(_FLAGS, _flags.pack(now | flags if on else now & ~flags))
 
     def set_limits(self, limits: Mapping[str, float]) -> None:
         """Sets limits in seconds by kind; 0 has it learnt."""
         for place, kind in enumerate(KINDS):
             if kind in limits:
-                _double.pack_into(self._memory, _LIMITS + 8 * place, limits[kind])
+                self._put(_LIMITS + 8 * place, _double.pack(limits[kind]))
 
     def reports(self) -> tuple[int, float]:
         """How many stalls were reported, and how many seconds they have taken together."""
@@ -149,7 +155,7 @@ class HeartbeatPage:
 
     def note_reports(self, number: int, seconds: float) -> None:
         """Tells the rank of stalls reported."""
-        _reports.pack_into(self._memory, _REPORTS, number, seconds)
+        self._put(_REPORTS, _reports.pack(number, seconds))
 
     def read(self) -> Beat:
         """What the rank does now."""
@@ -179,6 +185,9 @@ class HeartbeatPage:
             longest={kind: _learnt.unpack_from(self._memory, _LEARNT + 16 * i) for i, kind in enumerate(KINDS)},
             limits={kind: _double.unpack_from(self._memory, _LIMITS + 8 * i)[0] for i, kind in enumerate(KINDS)},
         )
+
+    def _put(self, place: int, data: bytes) -> None:
+        self._memory[place : place + len(data)] = data
 
     def remove(self) -> None:
         """Takes the file away; the page goes with its last user."""

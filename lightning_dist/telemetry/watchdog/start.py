@@ -23,7 +23,6 @@ from lightning_dist.telemetry.watchdog.heartbeat import (
     CRASHED,
     ENABLED,
     EXITING,
-    KINDS,
     HeartbeatPage,
     RunningThread,
 )
@@ -173,11 +172,6 @@ def cause_of(error: BaseException) -> str:
     text = str(error).lower()
     memory = isinstance(error, MemoryError) or type(error).__name__ == "OutOfMemoryError"
     return "out of memory" if memory or "out of memory" in text or "can't allocate memory" in text else "raised"
-
-
-def kind_number(kind: str) -> int:
-    """The number of a kind of limit."""
-    return KINDS.index(kind)
 
 
 def launcher_restarts() -> bool:
