@@ -6,6 +6,7 @@ import json
 import os
 import signal
 import warnings
+from contextlib import suppress
 from itertools import chain
 from pathlib import Path
 
@@ -13,13 +14,14 @@ import lightning as L
 import numpy as np
 import pytest
 import torch
+from lightning.pytorch.callbacks import EarlyStopping
 from torch import nn
-from torch.utils.data import DataLoader, Dataset
+from torch.utils.data import DataLoader, Dataset, IterableDataset
 
 from lightning_dist import HybridParallelStrategy, checkpoint
-from lightning_dist.callbacks import FaultTolerantCheckpoint
+from lightning_dist.callbacks import FaultTolerantCheckpoint, RunRecord
 from lightning_dist.testing import WorkerError
-from lightning_dist.testing.faults import failing_disk, flip_bit
+from lightning_dist.testing.faults import FaultAt, failing_disk, flip_bit
 from tests.strategies.test_behaviour import CountCollectives
 from tests.strategies.training import Block, Classifier, data, full_state, make, trainer
 
@@ -387,3 +389,105 @@ def test_an_ordinary_step_exchanges_gradients_and_one_number(pool, tmp_path):
     """Three blocks and the root are reduced; the flags are one all-reduce, and Lightning's broadcast is gone."""
     few, many = (pool.run(count_collectives, 2, tmp_path, steps, init_process_group=False)[0] for steps in (3, 6))
     assert dict(many - few) == {"c10d.allreduce_.default": 3 * (4 + 1)}
+
+
+def crash_and_signal(folder, outcome, recorded):
+    """Rank 1 dies; rank 0 is told to end at the same step, as torchrun tells those who are left."""
+    L.seed_everything(7, verbose=False)
+    told = SendSignal("on_train_batch_start", 4, 0, signal.SIGTERM)
+    keeper = FaultTolerantCheckpoint(folder, save_top_k=0, every_n_train_steps=2)
+    callbacks = [told, FaultAt(4, rank=1, action="kill"), keeper, RunRecord(dirpath=recorded)]
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    run = L.Trainer(accelerator="cpu", devices=2, strategy="ddp", max_epochs=1, callbacks=callbacks, **quiet)
+    try:
+        run.fit(Noisy(), DataLoader(Numbered(), 4))
+    except BaseException as error:
+        Path(outcome).write_text(f"{type(error).__name__} {getattr(error, 'code', None)} {run.global_step}")
+        raise
+
+
+def test_a_crash_is_never_taken_for_a_signal(pool, tmp_path):
+    """No exit code 75, no checkpoint with a dead rank; the run goes on from the one before."""
+    with pytest.raises(WorkerError):
+        pool.run(
+            crash_and_signal, 2, tmp_path / "runs", tmp_path / "outcome", tmp_path, init_process_group=False, timeout=60
+        )
+    name, code, step = (tmp_path / "outcome").read_text().split()
+    assert name != "AgreedExit" and code == "None" and int(step) <= 4
+    assert checkpoint.newest_good(tmp_path / "runs").step in (2, 4)
+
+
+class Scripted(Noisy):
+    """A monitored value that improves twice and then never again."""
+
+    def validation_step(self, batch, batch_idx):
+        self.log("score", (3.0, 2.0, 1.0)[min(self.trainer.current_epoch, 2)])
+
+
+def epochs_until_stopped(folder, stop=None, stopper_last=False):
+    L.seed_everything(7, verbose=False)
+    stopper = EarlyStopping("score", patience=3)
+    keeper = FaultTolerantCheckpoint(folder, monitor="score", save_top_k=1)
+    callbacks = ([keeper, stopper] if stopper_last else [stopper, keeper]) + ([Stop(stop)] if stop else [])
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    run = L.Trainer(accelerator="cpu", devices=1, max_epochs=20, callbacks=callbacks, num_sanity_val_steps=0, **quiet)
+    loader = DataLoader(Numbered(), 24)
+    try:
+        run.fit(Scripted(), loader, loader, ckpt_path="last")
+    except (KeyboardInterrupt, SystemExit):
+        return None
+    return run.global_step, stopper.stopped_epoch, stopper.best_score.item()
+
+
+@pytest.mark.parametrize("stopper_last", [False, True])
+def test_early_stopping_stops_where_the_uninterrupted_run_does(tmp_path, stopper_last):
+    """C32: ended at each epoch in turn; three epochs improve, and the third after them without is the last (6 of 2)."""
+    assert epochs_until_stopped(tmp_path / "whole", stopper_last=stopper_last) == (12, 5, 1.0)
+    for epoch in range(1, 6):
+        assert epochs_until_stopped(tmp_path / str(epoch), stop=2 * epoch, stopper_last=stopper_last) is None
+        assert epochs_until_stopped(tmp_path / str(epoch), stopper_last=stopper_last) == (12, 5, 1.0)
+
+
+class Stream(IterableDataset):
+    def __iter__(self):
+        return iter(Numbered())
+
+
+def fit_loader(loader, folder, stop=None, log=None):
+    """Steps of a run of one epoch over a loader, and what it warned of."""
+    L.seed_everything(7, verbose=False)
+    callbacks = [FaultTolerantCheckpoint(folder, every_n_train_steps=2, save_top_k=0)] + ([Stop(stop)] if stop else [])
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    run = L.Trainer(accelerator="cpu", devices=1, max_epochs=1, callbacks=callbacks, **quiet)
+    with warnings.catch_warnings(record=True) as warned:
+        warnings.simplefilter("always")
+        with suppress(KeyboardInterrupt, SystemExit):
+            run.fit(Noisy(log), loader, ckpt_path="last")
+    return [str(warning.message) for warning in warned]
+
+
+def test_an_iterable_dataset_has_no_position_and_it_says_so(tmp_path):
+    said = fit_loader(DataLoader(Stream(), 4), tmp_path)
+    assert any("can't set the position" in sentence and "StatefulDataLoader" in sentence for sentence in said)
+
+
+def saved_by_hand(kind, folder):
+    """A checkpoint saved by ``trainer.save_checkpoint`` after a fit, read by ``load_from_checkpoint``."""
+    L.seed_everything(7, verbose=False)
+    strategy = "ddp" if kind == "ddp" else HybridParallelStrategy(layout=kind, timeout=60)
+    keeper = FaultTolerantCheckpoint(folder / "runs", every_n_train_steps=1000)
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    run = L.Trainer(accelerator="cpu", devices=2, strategy=strategy, max_epochs=1, callbacks=[keeper], **quiet)
+    module = Noisy()
+    run.fit(module, DataLoader(Numbered(), 4))
+    run.save_checkpoint(folder / "by_hand")
+    weights = full_state(module)
+    loaded = Noisy.load_from_checkpoint(folder / "by_hand", weights_only=False)
+    return all(torch.equal(value, weights[name]) for name, value in loaded.state_dict().items()) and len(weights)
+
+
+@pytest.mark.parametrize("kind", ["ddp", "shard=2"])
+def test_save_checkpoint_and_load_from_checkpoint_work_with_directories(pool, tmp_path, kind):
+    number = len(Noisy().state_dict())
+    assert pool.run(saved_by_hand, 2, kind, tmp_path, init_process_group=False, timeout=120) == [number, number]
+    assert checkpoint.verify(tmp_path / "by_hand").intact
