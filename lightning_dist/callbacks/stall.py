@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import os
 import time
+from collections.abc import Iterator
 from contextlib import AbstractContextManager, ExitStack, contextmanager, nullcontext
 from pathlib import Path
 from typing import Any, Literal
@@ -29,6 +30,7 @@ from lightning_dist.telemetry.monitor import RankMonitor, WindowReport
 from lightning_dist.telemetry.pages import TelemetryPages, scalars_of
 from lightning_dist.telemetry.published import publish
 from lightning_dist.telemetry.verdict import StragglerJudge, Verdict
+from lightning_dist.telemetry.watchdog.heartbeat import ENABLED
 from lightning_dist.telemetry.watchdog.limits import limits_from
 from lightning_dist.telemetry.watchdog.start import RankWatchdog, launcher_restarts
 from lightning_dist.telemetry.window import percentiles
@@ -400,6 +402,28 @@ class SyncStallDetector(Callback):
         self._counting.close()
         self._stack.close()
         self._monitor = self._watchdog = self._pages = self._ledger = None
+
+
+@contextmanager
+def unwatched(trainer: Trainer) -> Iterator[None]:
+    """Inside, a run may stand still on purpose (it waits for a person's word): no watchdog calls it a hang.
+
+    Args:
+        trainer: Whose detector, if it has one, looks away; on the rank that waits, which the others then wait for.
+    """
+    pages = [
+        callback._watchdog.page
+        for callback in trainer.callbacks  # type: ignore[attr-defined]
+        if isinstance(callback, SyncStallDetector) and callback._watchdog is not None
+    ]
+    pages = [page for page in pages if page.read().flags & ENABLED]
+    for page in pages:
+        page.set_flags(ENABLED, False)
+    try:
+        yield
+    finally:
+        for page in pages:
+            page.set_flags(ENABLED)
 
 
 def _name_of_world(coordinates: list[dict[str, int]]) -> str:

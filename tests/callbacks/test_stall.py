@@ -2,6 +2,7 @@
 
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import lightning as L
 import pytest
@@ -12,9 +13,11 @@ from torch.utils.data import DataLoader
 
 from lightning_dist import HybridParallelStrategy, _compat
 from lightning_dist.callbacks import SyncStallDetector
+from lightning_dist.callbacks.stall import unwatched
 from lightning_dist.telemetry.clock import Phase
 from lightning_dist.telemetry.ledger import read_life
 from lightning_dist.telemetry.published import published
+from lightning_dist.telemetry.watchdog.heartbeat import ENABLED, HeartbeatPage
 from lightning_dist.testing.stall_job import NOTHING, run_job
 from tests.strategies.test_pipeline_training import Plain
 from tests.strategies.training import data
@@ -110,6 +113,18 @@ def test_nothing_is_left_behind():
     assert torch.distributed.Work.wait is not before[0]
     put_back()
     assert (torch.distributed.Work.wait, torch.distributed.ProcessGroup.allreduce) == before
+
+
+def test_a_run_that_stands_still_on_purpose_is_not_watched(tmp_path):
+    detector = SyncStallDetector()
+    page = HeartbeatPage(tmp_path / "page", create=True)
+    page.set_flags(ENABLED)
+    detector._watchdog = SimpleNamespace(page=page)
+    trainer = SimpleNamespace(callbacks=[L.Callback(), SyncStallDetector(), detector])
+    with pytest.raises(KeyError), unwatched(trainer):
+        assert page.read().flags == 0
+        raise KeyError
+    assert page.read().flags == ENABLED
 
 
 @pytest.mark.parametrize(
