@@ -6,6 +6,7 @@ can, and its waits are bounded. Nothing here runs on an ordinary step.
 
 from __future__ import annotations
 
+import contextlib
 import datetime
 import json
 import sys
@@ -14,6 +15,8 @@ import time
 from typing import Any
 
 import torch.distributed as dist
+
+from lightning_dist.parallel.flag_exchange import AgreedExit
 
 CRASH_KEY = "lightning_dist/crash"
 
@@ -98,7 +101,8 @@ class CrashWatch:
 
     def __init__(self, store: dist.Store, rank: int, world_size: int) -> None:
         self._store: dist.Store = store.clone()  # type: ignore[attr-defined]
-        self._rank = rank
+        self._shared = store
+        self._rank, self._world_size = rank, world_size
         self._interval = 0.5 + world_size / 4000
         self._notice: dict[str, Any] | None = None
         self._read, self._stopped = threading.Event(), threading.Event()
@@ -111,6 +115,24 @@ class CrashWatch:
         if self._notice is None or self._notice["rank"] == self._rank:
             return None
         return _sentence(self._notice)
+
+    def on_failure(self, error: BaseException) -> None:
+        """Tells the other ranks why this one stops, or says which rank's failure it was that reached this one.
+
+        Args:
+            error: What this rank stops for; where all ranks stop in agreement nobody has to be told.
+
+        Raises:
+            RuntimeError: With another rank's reason, if that is what broke this one.
+        """
+        if isinstance(error, AgreedExit):
+            return
+        lost_connection = isinstance(error, RuntimeError) and "gloo" in str(error).lower()
+        notice = self.notice(5.0 if lost_connection else 0.0)
+        if notice is not None:
+            raise RuntimeError(notice) from error
+        with contextlib.suppress(RuntimeError):  # The store's host may have gone.
+            publish_crash(self._shared, self._rank, error, self._world_size)
 
     def stop(self) -> None:
         """Ends the thread, which must not outlive the store's host."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import datetime
 import os
 from collections.abc import Callable, Generator, Mapping, Sequence
-from contextlib import contextmanager, nullcontext, suppress
+from contextlib import contextmanager, nullcontext
 from dataclasses import replace
 from functools import partial
 from typing import Any, Literal
@@ -31,7 +31,6 @@ from lightning_dist.parallel import batch as batches
 from lightning_dist.parallel.activation import ActivationCheckpointing
 from lightning_dist.parallel.apply import ParallelModule, ParallelSettings
 from lightning_dist.parallel.expert import update_expert_biases
-from lightning_dist.parallel.flag_exchange import AgreedExit
 from lightning_dist.parallel.loss_weights import LossWeights, UndefinedGradients
 from lightning_dist.parallel.path_check import PathCheck
 from lightning_dist.parallel.pipeline import AttachedPipeline, PipelineRunner, RandomStreams
@@ -762,14 +761,8 @@ class HybridParallelStrategy(ParallelStrategy):
 
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one stops, or says which rank's failure it was that reached this one."""
-        if self._crash_watch is None or isinstance(exception, AgreedExit):
-            return
-        lost_connection = isinstance(exception, RuntimeError) and "gloo" in str(exception).lower()
-        notice = self._crash_watch.notice(5.0 if lost_connection else 0.0)
-        if notice is not None:
-            raise RuntimeError(notice) from exception
-        with suppress(RuntimeError):  # The store's host may have gone.
-            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size)
+        if self._crash_watch is not None:
+            self._crash_watch.on_failure(exception)
 
     def teardown(self) -> None:
         assert self.cluster_environment is not None and self.accelerator is not None

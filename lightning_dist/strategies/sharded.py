@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import datetime
 from collections.abc import Callable, Generator, Iterable, Mapping
-from contextlib import contextmanager, suppress
+from contextlib import contextmanager
 from functools import partial
 from types import ModuleType
 from typing import Any
@@ -465,14 +465,8 @@ class FairScaleShardedStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other ranks why this one stops, or says which rank's failure it was that reached this one."""
         super().on_exception(exception)
-        if self._crash_watch is None:
-            return
-        lost_connection = isinstance(exception, RuntimeError) and "gloo" in str(exception).lower()
-        notice = self._crash_watch.notice(5.0 if lost_connection else 0.0)
-        if notice is not None:
-            raise RuntimeError(notice) from exception
-        with suppress(RuntimeError):  # The store's host may have gone.
-            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size)
+        if self._crash_watch is not None:
+            self._crash_watch.on_failure(exception)
 
     def teardown(self) -> None:
         if self._shards_gradients:

@@ -51,6 +51,22 @@ def fit(layout, factory=Masked, samples=16, batch_size=4, trainers=1, **kwargs):
     return {"weights": full_state(module)}
 
 
+def one_process(factory, samples, times=1):
+    """The weights after clipped steps on all sequences, ``samples`` at a time."""
+    module = make(factory).double()
+    optimizer = module.configure_optimizers()
+    dataset = Sequences(16)
+    for start in [*range(0, 16, samples)] * times:
+        rows = slice(start, start + samples)
+        optimizer.zero_grad()
+        module.loss(
+            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
+        ).backward()
+        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
+        optimizer.step()
+    return dict(module.state_dict())
+
+
 @pytest.mark.parametrize(
     ("layout", "trainers"),
     [("cp=2", 1), ("shard=2,cp=2", 1), ("cp=2,tp=2", 1), pytest.param("cp=2", 2, id="two trainers")],
@@ -58,21 +74,11 @@ def fit(layout, factory=Masked, samples=16, batch_size=4, trainers=1, **kwargs):
 def test_weights_equal_one_process(pool, layout, trainers):
     """C09, C12: uneven masks, targets on both sides of the cut. Hugging Face takes its loss in float32."""
     world, data_ranks = sizes(layout)
-    module = make(Masked).double()
-    optimizer = module.configure_optimizers()
-    dataset = Sequences(16)
-    for start in [*range(0, 16, 4 * data_ranks)] * trainers:
-        rows = slice(start, start + 4 * data_ranks)
-        optimizer.zero_grad()
-        module.loss(
-            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
-        ).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
-        optimizer.step()
+    wanted = one_process(Masked, 4 * data_ranks, trainers)
     results = pool.run(
         fit, world, layout, gradient_clip_val=0.3, trainers=trainers, init_process_group=False, timeout=120
     )
-    assert worst(merged(results), dict(module.state_dict())) < 1e-6
+    assert worst(merged(results), wanted) < 1e-6
 
 
 class Undeclared(Masked):
@@ -89,17 +95,7 @@ def test_sequences_that_no_plan_declares_are_refused(pool):
 @pytest.mark.parametrize("accumulate", [1, 2])
 def test_inside_a_pipeline(pool, schedule, accumulate):
     """Microbatches of one sample each, whose numbers of targets differ, also between the ranks that share them."""
-    module = make(Masked).double()
-    optimizer = module.configure_optimizers()
-    dataset = Sequences(16)
-    for start in range(0, 16, 4 * accumulate):
-        rows = slice(start, start + 4 * accumulate)
-        optimizer.zero_grad()
-        module.loss(
-            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
-        ).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
-        optimizer.step()
+    wanted = one_process(Masked, 4 * accumulate)
     results = pool.run(
         fit,
         4,
@@ -110,7 +106,7 @@ def test_inside_a_pipeline(pool, schedule, accumulate):
         init_process_group=False,
         timeout=120,
     )
-    assert worst(merged(results), dict(module.state_dict())) < 1e-6
+    assert worst(merged(results), wanted) < 1e-6
 
 
 class ByHand(Classifier):

@@ -11,7 +11,7 @@ from torch.utils.data import TensorDataset
 from lightning_dist import ModelPlan
 from lightning_dist.testing import WorkerError
 from tests.parallel.expert.networks import WIDTH, Network
-from tests.strategies.test_context_axis import Masked, Sequences, fit
+from tests.strategies.test_context_axis import Masked, fit, one_process
 from tests.strategies.test_data_axes import check as check_weights
 from tests.strategies.test_data_axes import global_steps
 from tests.strategies.test_pipeline_axis import SCHEDULES, check, sizes
@@ -33,24 +33,28 @@ class Experts(Classifier):
         return torch.optim.SGD(self.parameters(), lr=0.5)
 
 
+def mixtral():
+    import transformers as T
+
+    config = T.MixtralConfig(
+        hidden_size=16,
+        intermediate_size=32,
+        num_hidden_layers=2,
+        num_attention_heads=2,
+        num_key_value_heads=2,
+        vocab_size=32,
+        num_local_experts=4,
+    )
+    config._experts_implementation = "eager"
+    return T.MixtralForCausalLM(config)
+
+
 class Mixtral(Classifier):
     """An unmodified Hugging Face model; its router computes in float32."""
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        import transformers as T
-
-        config = T.MixtralConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=32,
-            num_local_experts=4,
-        )
-        config._experts_implementation = "eager"
-        self.model = T.MixtralForCausalLM(config)
+        self.model = mixtral()
 
     def loss(self, batch):
         logits = self.model(input_ids=batch[0], use_cache=False).logits
@@ -186,19 +190,7 @@ class Balanced(LanguageModel):
 
     def __init__(self, **kwargs):
         super().__init__(**kwargs)
-        import transformers as T
-
-        config = T.MixtralConfig(
-            hidden_size=16,
-            intermediate_size=32,
-            num_hidden_layers=2,
-            num_attention_heads=2,
-            num_key_value_heads=2,
-            vocab_size=32,
-            num_local_experts=4,
-        )
-        config._experts_implementation = "eager"
-        self.model = T.MixtralForCausalLM(config)
+        self.model = mixtral()
 
 
 class BalancedMasked(Masked, Balanced):
@@ -208,19 +200,9 @@ class BalancedMasked(Masked, Balanced):
 @pytest.mark.parametrize("layout", ["cp=2,ep=2", "shard=2,cp=2,ep=2", "shard=2,cp=2,ep=4", "pp=2,cp=2,ep=2"])
 def test_beside_context_ranks(pool, layout):
     world, data_ranks = sizes(layout)
-    module = make(BalancedMasked).double()
-    optimizer = module.configure_optimizers()
-    dataset = Sequences(16)
-    for start in range(0, 16, 4 * data_ranks):
-        rows = slice(start, start + 4 * data_ranks)
-        optimizer.zero_grad()
-        module.loss(
-            dict(input_ids=dataset.ids[rows], attention_mask=dataset.mask[rows], labels=dataset.labels[rows])
-        ).backward()
-        nn.utils.clip_grad_norm_(module.parameters(), 0.3)
-        optimizer.step()
+    wanted = one_process(BalancedMasked, 4 * data_ranks)
     results = pool.run(fit, world, layout, BalancedMasked, gradient_clip_val=0.3, init_process_group=False, timeout=120)
-    assert worst(merged(results), dict(module.state_dict())) < 1e-6
+    assert worst(merged(results), wanted) < 1e-6
 
 
 def test_auxiliary_losses_beside_context_ranks_are_refused(pool):
