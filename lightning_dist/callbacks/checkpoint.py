@@ -11,6 +11,7 @@ from pathlib import Path
 from typing import Any, Literal, NoReturn
 
 import torch.distributed as dist
+from lightning.fabric.utilities.data import sized_len
 from lightning.pytorch import LightningModule, Trainer
 from lightning.pytorch.callbacks import ModelCheckpoint
 from lightning.pytorch.utilities.rank_zero import rank_zero_info, rank_zero_warn
@@ -21,7 +22,14 @@ from lightning_dist import checkpoint as engine
 from lightning_dist.callbacks.directory_checkpoints import SUPPORTED, DirectoryCheckpoints
 from lightning_dist.callbacks.flags import flags_of
 from lightning_dist.callbacks.run_record import record_event
-from lightning_dist.checkpoint.position import Position, ResumableSampler, batch_size_of, make_resumable
+from lightning_dist.checkpoint.position import (
+    Position,
+    ResumableSampler,
+    StatefulLoader,
+    batch_size_of,
+    has_state,
+    make_resumable,
+)
 from lightning_dist.parallel.flag_exchange import REQUEUE, AgreedExit, Flag, FlagExchange
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
 from lightning_dist.strategies.module_checkpoint import SaveOptions
@@ -145,6 +153,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         self._samplers: list[ResumableSampler] = []
         self._loaded: Position | None = None
         self._choice: str | None = None
+        self._random: dict[str, Any] | None = None
         self._resumed_from: str | None = None
         self._batch_size = 0
         self._wanted = False
@@ -234,14 +243,17 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         assert trainer is not None
         if not trainer.training:
             return loader
+        if has_state(loader):
+            if sized_len(loader) is not None:
+                return loader
+            return StatefulLoader(loader, lambda: _compat.batches_fetched_ahead(trainer))
         sampler = make_resumable(loader)
         if sampler is None:
-            if not hasattr(loader, "state_dict"):
-                rank_zero_warn(
-                    f"FaultTolerantCheckpoint can't set the position in a {type(loader).__name__} over"
-                    f" {type(getattr(loader, 'dataset', loader)).__name__}: a run that goes on in the middle of an"
-                    " epoch sees its first samples again. Use torchdata's StatefulDataLoader, or a map-style dataset."
-                )
+            rank_zero_warn(
+                f"FaultTolerantCheckpoint can't set the position in a {type(loader).__name__} over"
+                f" {type(getattr(loader, 'dataset', loader)).__name__}: a run that goes on in the middle of an"
+                " epoch sees its first samples again. Use torchdata's StatefulDataLoader, or a map-style dataset."
+            )
             return loader
         if sampler not in self._samplers:
             self._samplers.append(sampler)
@@ -289,6 +301,17 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         if saved and engine.is_checkpoint(self._resumed_from) and trainer.state.fn == "fit":
             self._world_size_then = saved.pop("world_size")
             self._loaded = position = Position(**saved)
+            own = engine.read_rank_state(self._resumed_from, trainer.global_rank) or {}
+            if trainer.world_size == self._world_size_then:
+                if own.get("loaders"):
+                    _compat.set_loader_states(checkpoint, own["loaders"])
+                self._random = own.get("random")
+            elif own.get("loaders") and not position.at_end:
+                raise ValueError(
+                    f"The checkpoint has the positions of the loaders of {self._world_size_then} ranks, which can't be"
+                    f" given to {trainer.world_size}: go on with {self._world_size_then} ranks, or from a checkpoint at"
+                    " the end of an epoch, or use a DataLoader over a map-style dataset."
+                )
             if position.data_size != self._data_size:
                 if not position.at_end:
                     position.samples_for(self._data_size)  # refused here, before any data is read
@@ -312,6 +335,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
             trainer.accumulate_grad_batches = wanted
 
     # --- saving ------------------------------------------------------------------------------------------------------
+
+    def on_train_batch_start(self, trainer: Trainer, pl_module: LightningModule, batch: Any, batch_idx: int) -> None:
+        """Where no sampler puts the random numbers back when it begins, they are put back before the first batch."""
+        if self._random is not None and not self._samplers:
+            engine.restore_random_state(self._random)
+        self._random = None
 
     def on_train_batch_end(
         self, trainer: Trainer, pl_module: LightningModule, outputs: Any, batch: Any, batch_idx: int
@@ -380,6 +409,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
         state = {
             "random": engine.capture_random_state(),
             "epoch_starts": [sampler.start for sampler in self._samplers],
+            "loaders": _compat.loader_states(trainer),
         }
         options = SaveOptions(rank_state=state, writer=self._writer)
         self.last_model_path = filepath
