@@ -75,8 +75,8 @@ def verify(pool, monkeypatch, factory, layout, *arguments):
         ("masked", "cp=2", "1e-6"),  # the model takes its loss in float32
         ("balanced", "shard=2,ep=2", "1e-9"),
         ("balanced", "pp=2", "1e-9"),
-        pytest.param("masked", "cp=2,tp=2", "1e-6", marks=pytest.mark.slow),
-        pytest.param("balanced", "pp=2,shard=2,ep=2", "1e-9", marks=pytest.mark.slow),
+        pytest.param("masked", "cp=2,tp=2", "1e-6", marks=pytest.mark.cluster),
+        pytest.param("balanced", "pp=2,shard=2,ep=2", "1e-9", marks=pytest.mark.cluster),
     ],
 )
 def test_a_layout_is_verified_from_the_command_line(pool, monkeypatch, factory, layout, tolerance):

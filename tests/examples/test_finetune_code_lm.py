@@ -158,7 +158,8 @@ def test_a_model_folder_with_its_tokenizer_is_fine_tuned_and_written_back(text, 
 
 
 @pytest.mark.slow
-def test_a_model_folder_goes_in_and_out_under_layouts_with_one_devices_numbers(text, tmp_path):
+@pytest.mark.parametrize("layout", ["tp=2", pytest.param("pp=2", marks=pytest.mark.cluster)])
+def test_a_model_folder_goes_in_and_out_under_a_layout_with_one_devices_numbers(text, tmp_path, layout):
     """Two heads over two processes, or two layers; each reads its part of the folder."""
     torch.manual_seed(0)
     config = LlamaConfig(
@@ -175,12 +176,11 @@ def test_a_model_folder_goes_in_and_out_under_layouts_with_one_devices_numbers(t
     alone = train(*options, "--strategy", "auto", "--devices", 1, "--output", tmp_path / "alone")
     assert bits_per_byte(alone)[1] < bits_per_byte(alone)[0]
     wanted = AutoModelForCausalLM.from_pretrained(tmp_path / "alone" / "version_0" / "model").state_dict()
-    for layout in ("tp=2", "pp=2"):
-        output = train(*options, "--layout", layout, "--output", tmp_path / layout)
-        assert f"Devices: 2, strategy hybrid, layout {layout}" in output
-        assert bits_per_byte(output) == pytest.approx(bits_per_byte(alone), abs=1.1e-3)
-        written = AutoModelForCausalLM.from_pretrained(tmp_path / layout / "version_0" / "model").state_dict()
-        assert all(torch.allclose(value, wanted[name], atol=1e-4) for name, value in written.items())
+    output = train(*options, "--layout", layout, "--output", tmp_path / layout)
+    assert f"Devices: 2, strategy hybrid, layout {layout}" in output
+    assert bits_per_byte(output) == pytest.approx(bits_per_byte(alone), abs=1.1e-3)
+    written = AutoModelForCausalLM.from_pretrained(tmp_path / layout / "version_0" / "model").state_dict()
+    assert all(torch.allclose(value, wanted[name], atol=1e-4) for name, value in written.items())
 
 
 @pytest.mark.slow

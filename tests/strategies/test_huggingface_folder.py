@@ -83,7 +83,7 @@ def fit(layout, folder, experts):
         ("llama", "shard=2"),
         ("llama", "tp=2"),
         ("llama", "pp=2"),
-        pytest.param("llama", "pp=2,tp=2", marks=pytest.mark.slow),
+        pytest.param("llama", "pp=2,tp=2", marks=pytest.mark.cluster),
         ("gpt2", "tp=2"),
         ("mixtral", "shard=2,ep=2"),
     ],
