@@ -205,7 +205,9 @@ class RunRecord(Callback):
                 "data": versions.file_versions(self._data),
                 "tokenizer": versions.file_versions(self._tokenizer),
                 "initial_weights": {f"rank {own['rank']}": own["initial_weights"] for own in ranks},
-                "acceptance": versions.file_versions([self._acceptance] if self._acceptance else []),
+                # Those of the first attempt: thresholds are written before a run, not before its last restart.
+                "acceptance": earlier.get("versions", {}).get("acceptance")
+                or versions.file_versions([self._acceptance] if self._acceptance else []),
                 "configuration": redact(config),
                 "hyperparameters": redact(dict(module.hparams)),
                 "hardware": versions.hardware(),

@@ -7,6 +7,7 @@ from typing import Annotated
 import typer
 
 from lightning_dist.cli.checkpoint import checkpoint
+from lightning_dist.cli.compare import compare
 from lightning_dist.cli.doctor import doctor
 from lightning_dist.cli.plan import plan
 from lightning_dist.cli.report import report
@@ -23,6 +24,7 @@ app.command()(plan)
 app.command()(doctor)
 app.command()(verify)
 app.command()(report)
+app.command()(compare)
 app.add_typer(checkpoint)
 
 

@@ -98,6 +98,15 @@ def test_a_failure_and_the_next_attempt_are_recorded(tmp_path):
     assert failure["evidence"]["type"] == "RuntimeError" and "verysecret" not in json.dumps(record)
 
 
+def test_thresholds_stay_those_of_the_first_attempt(tmp_path):
+    file = tmp_path / "acceptance.yaml"
+    for content in ("as it was", "changed before the restart"):
+        file.write_text(content)
+        fit(tmp_path / "run", acceptance=file)
+    (recorded,) = read_record(tmp_path / "run")["versions"]["acceptance"]
+    assert recorded["bytes"] == len("as it was")
+
+
 def fit_together(folder, layout):
     fit(folder, HybridParallelStrategy(layout=layout, timeout=60))
 
