@@ -10,6 +10,7 @@ from typer.testing import CliRunner
 from lightning_dist.cli import app
 from lightning_dist.record.page import plot
 from lightning_dist.record.summary import Series
+from tests.callbacks.test_run_record import fit
 from tests.cli.recorded_runs import losses, write_run
 
 
@@ -125,3 +126,18 @@ def test_wrong_use_is_refused(folder, tmp_path, rules, said):
 def test_a_folder_without_a_record_is_refused(tmp_path):
     done = run(tmp_path)
     assert done.exit_code == 2 and "has no run_record.json" in done.stderr
+
+
+def test_a_run_that_was_trained_is_shown_and_equals_itself(tmp_path):
+    """The folder as RunRecord leaves it, not one made here."""
+    thresholds = tmp_path / "acceptance.yaml"
+    thresholds.write_text("thresholds: [{value: val_loss, worse_by_at_most: 0, better: lower}]")
+    fit(tmp_path / "run", acceptance=thresholds)
+    (tmp_path / "rules.yaml").write_text("- step == 3 -> stop\n")
+    page = tmp_path / "page.html"
+    content = json.loads(run(tmp_path / "run", "--json", "--html", page, "--replay", tmp_path / "rules.yaml").stdout)
+    assert content["run"]["state"] == "finished" and content["values"]["val_loss"]["values"] == 2
+    assert [row["step"] for row in content["replay"]] == [3]
+    assert "val_loss" in page.read_text()
+    both = [str(tmp_path / "run")] * 2
+    assert CliRunner().invoke(app, ["compare", *both, "--accept", str(thresholds)]).exit_code == 0
