@@ -325,6 +325,22 @@ def validation_or_epoch_end_follows(trainer: Any, *, validation: bool = True) ->
     return validation and bool(loop._should_check_val_fx(trainer.fit_loop._data_fetcher))
 
 
+def batches_fetched_ahead(trainer: Any) -> int:
+    """How many training batches wait to be trained on (Lightning 2.6 fetches one ahead where data has no length)."""
+    return len(getattr(trainer.fit_loop._data_fetcher, "batches", ()))
+
+
+def loader_states(trainer: Any) -> list[Any]:
+    """The states of this rank's training loaders that have one (Lightning 2.6)."""
+    loader = trainer.fit_loop._combined_loader
+    return loader._state_dicts() if loader is not None else []
+
+
+def set_loader_states(checkpoint: dict[str, Any], states: list[Any]) -> None:
+    """Changes what the training loaders will be given as their states (the loops' state of Lightning 2.6)."""
+    checkpoint["loops"]["fit_loop"]["state_dict"]["combined_loader"] = states
+
+
 def set_batches_done(checkpoint: dict[str, Any], batches: int) -> None:
     """Changes how many batches of its epoch a checkpoint counts as done (the loops' state of Lightning 2.6)."""
     current = checkpoint["loops"]["fit_loop"]["epoch_loop.batch_progress"]["current"]

@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterator, Sized
+from collections import deque
+from collections.abc import Callable, Iterator, Sized
 from dataclasses import dataclass
 from typing import Any
 
@@ -140,3 +141,46 @@ def make_resumable(loader: Any) -> ResumableSampler | None:
 def batch_size_of(loader: Any) -> int:
     """Samples of a full batch of a DataLoader; 0 where it does not say."""
     return int(getattr(getattr(loader, "batch_sampler", None), "batch_size", None) or 0)
+
+
+class StatefulLoader:
+    """A loader with a state of its own but no length, whose state is that of the batches that were trained on.
+
+    Lightning fetches one batch ahead where it does not know the length; the loader's own state counts that batch as
+    used, and a run that went on from it would leave the batch out.
+
+    Args:
+        loader: Has ``state_dict`` and ``load_state_dict``, as torchdata's ``StatefulDataLoader``.
+        fetched_ahead: Tells how many batches have been fetched and not yet trained on, at most one.
+    """
+
+    def __init__(self, loader: Any, fetched_ahead: Callable[[], int]) -> None:
+        self.loader = loader
+        self._fetched_ahead = fetched_ahead
+        self._states: deque[dict[str, Any]] = deque(maxlen=2)
+
+    def __getattr__(self, name: str) -> Any:
+        if name == "loader":  # asked for while it is copied or unpickled
+            raise AttributeError(name)
+        return getattr(self.loader, name)
+
+    def __iter__(self) -> Iterator[Any]:
+        self._states.clear()
+        for batch in self.loader:
+            self._states.append(self.loader.state_dict())
+            yield batch
+        self._states.append(self.loader.state_dict())
+
+    def state_dict(self) -> dict[str, Any]:
+        behind = self._fetched_ahead()
+        if len(self._states) <= behind:
+            return dict(self.loader.state_dict())
+        return self._states[-1 - behind]
+
+    def load_state_dict(self, state: dict[str, Any]) -> None:
+        self.loader.load_state_dict(state)
+
+
+def has_state(loader: Any) -> bool:
+    """Whether a loader keeps its position itself."""
+    return callable(getattr(loader, "state_dict", None)) and callable(getattr(loader, "load_state_dict", None))
