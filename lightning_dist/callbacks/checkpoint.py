@@ -306,7 +306,7 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                 if own.get("loaders"):
                     _compat.set_loader_states(checkpoint, own["loaders"])
                 self._random = own.get("random")
-            elif own.get("loaders") and not position.at_end:
+            elif self._loaders_were_saved and not position.at_end:
                 raise ValueError(
                     f"The checkpoint has the positions of the loaders of {self._world_size_then} ranks, which can't be"
                     f" given to {trainer.world_size}: go on with {self._world_size_then} ranks, or from a checkpoint at"
@@ -317,6 +317,12 @@ class FaultTolerantCheckpoint(ModelCheckpoint):
                     position.samples_for(self._data_size)  # refused here, before any data is read
                     _compat.set_batches_done(checkpoint, position.batches * position.data_size // self._data_size)
                 self._keep_batch(trainer, position)
+
+    @property
+    def _loaders_were_saved(self) -> bool:
+        """By rank 0, whose state every rank can read, also one that there was not then."""
+        assert self._resumed_from is not None
+        return bool((engine.read_rank_state(self._resumed_from, 0) or {}).get("loaders"))
 
     def _keep_batch(self, trainer: Trainer, position: Position) -> None:
         """With another number of data ranks a step keeps its samples, by more or fewer batches in a window."""

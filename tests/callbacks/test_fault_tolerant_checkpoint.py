@@ -471,6 +471,49 @@ def test_an_iterable_dataset_has_no_position_and_it_says_so(tmp_path):
     assert any("can't set the position" in sentence and "StatefulDataLoader" in sentence for sentence in said)
 
 
+class EachRanksStream(IterableDataset):
+    """Rank r's samples are r, r + world, …, so each rank's loader stands elsewhere."""
+
+    def __iter__(self):
+        rank, world = int(os.environ.get("RANK", 0)), int(os.environ.get("WORLD_SIZE", 1))
+        numbered = Numbered()
+        return (numbered[i] for i in range(rank, SAMPLES, world))
+
+
+def fit_stateful(folder, dataset, log=None, stop=None):
+    """Weights after an epoch over a ``StatefulDataLoader``, with dropout's random numbers in them."""
+    from torchdata.stateful_dataloader import StatefulDataLoader
+
+    L.seed_everything(7 + int(os.environ.get("RANK", 0)), verbose=False)
+    world = int(os.environ.get("WORLD_SIZE", 1))
+    keeper = FaultTolerantCheckpoint(folder, every_n_train_steps=2, save_top_k=0)
+    callbacks = [keeper, *([Stop(stop)] if stop else [])]
+    quiet = dict.fromkeys(("logger", "enable_progress_bar", "enable_model_summary"), False)
+    strategy = "ddp" if world > 1 else "auto"
+    run = L.Trainer(accelerator="cpu", devices=world, strategy=strategy, max_epochs=2, callbacks=callbacks, **quiet)
+    module = Noisy(log)
+    loader = StatefulDataLoader(dataset, 4, shuffle=isinstance(dataset, Numbered))
+    try:
+        run.fit(module, loader, ckpt_path="last")
+    except (KeyboardInterrupt, SystemExit):
+        return None
+    return {"weights": full_state(module), "steps": run.global_step}
+
+
+@pytest.mark.parametrize(("data_set", "world"), [(EachRanksStream, 1), (EachRanksStream, 2), (Numbered, 1)])
+def test_a_stateful_loader_goes_on_at_its_next_sample(pool, tmp_path, data_set, world):
+    """Lightning fetches one batch of a stream ahead; that batch isn't left out, and each rank has its own position."""
+    pytest.importorskip("torchdata.stateful_dataloader")
+    call = {"init_process_group": False, "timeout": 120}
+    whole = pool.run(fit_stateful, world, tmp_path / "whole", data_set(), tmp_path / "log", **call)
+    pool.run(fit_stateful, world, tmp_path / "runs", data_set(), tmp_path / "first", 5, **call)
+    assert checkpoint.newest_good(tmp_path / "runs").step == 4
+    went_on = pool.run(fit_stateful, world, tmp_path / "runs", data_set(), tmp_path / "second", **call)
+    seen = samples_by_step(tmp_path / "first", world)[:4] + samples_by_step(tmp_path / "second", world)
+    assert seen == samples_by_step(tmp_path / "log", world)
+    assert_equal(went_on, whole)
+
+
 def saved_by_hand(kind, folder):
     """A checkpoint saved by ``trainer.save_checkpoint`` after a fit, read by ``load_from_checkpoint``."""
     L.seed_everything(7, verbose=False)
