@@ -42,10 +42,10 @@ class Reporting(L.Callback):
             raise RuntimeError("it broke with token=verysecret")
 
 
-def fit(folder, strategy="auto", fail_at=None, **settings):
+def fit(folder, strategy="auto", fail_at=None, more=(), **settings):
     torch.manual_seed(0)
     module = Logging().double()
-    callbacks = [Reporting(fail_at), RunRecord(dirpath=folder, **settings)]
+    callbacks = [Reporting(fail_at), *more, RunRecord(dirpath=folder, **settings)]
     trainer = L.Trainer(
         accelerator="cpu",
         devices=int(os.environ.get("WORLD_SIZE", 1)),

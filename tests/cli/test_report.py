@@ -7,6 +7,7 @@ from html.parser import HTMLParser
 import pytest
 from typer.testing import CliRunner
 
+from lightning_dist.callbacks import StopRules
 from lightning_dist.cli import app
 from lightning_dist.record.page import plot
 from lightning_dist.record.summary import Series
@@ -141,3 +142,19 @@ def test_a_run_that_was_trained_is_shown_and_equals_itself(tmp_path):
     assert "val_loss" in page.read_text()
     both = [str(tmp_path / "run")] * 2
     assert CliRunner().invoke(app, ["compare", *both, "--accept", str(thresholds)]).exit_code == 0
+
+
+def test_replay_says_what_the_rules_did_when_they_were_live(tmp_path):
+    rules = [
+        "train_loss > mean(train_loss, 2) -> warn",
+        "val_loss not improved -> warn",
+        "step > 2 for 3 steps -> warn again after 2 steps",
+    ]
+    with pytest.warns(UserWarning, match="by the rule"):
+        fit(tmp_path / "run", more=[StopRules(rules)])
+    (tmp_path / "rules.yaml").write_text(json.dumps(rules))
+    content = json.loads(run(tmp_path / "run", "--json", "--replay", tmp_path / "rules.yaml").stdout)
+    decided = [event for event in content["events"] if "rule" in event["evidence"]]
+    live = [(event["step"], event["evidence"]["rule"]) for event in decided]
+    replayed = [(row["step"], row["rule"]) for row in content["replay"]]
+    assert sorted(live) == sorted(replayed) and (5, rules[2]) in live
