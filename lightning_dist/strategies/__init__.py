@@ -5,6 +5,7 @@ from lightning.pytorch.strategies import StrategyRegistry
 from lightning_dist.parallel.adascale import AdaScale, ScaleInvariantSchedule
 from lightning_dist.strategies.adascale_gain import AdaScaleGain
 from lightning_dist.strategies.hybrid import HybridParallelStrategy
+from lightning_dist.strategies.local_updates import LocalUpdateStrategy
 from lightning_dist.strategies.precision import HybridMixedPrecision
 from lightning_dist.strategies.sharded import FairScaleShardedStrategy
 
@@ -16,6 +17,12 @@ if "fairscale_sharded" not in StrategyRegistry:
     StrategyRegistry.register(
         "fairscale_sharded", FairScaleShardedStrategy, "FairScale's sharded optimizer and gradients (ZeRO-2)"
     )
+if "local_update" not in StrategyRegistry:
+    StrategyRegistry.register(
+        "local_update",
+        LocalUpdateStrategy,
+        "Workers train alone and exchange model updates (local SGD, DiLoCo, FedAvg)",
+    )
 
 __all__ = [
     "AdaScale",
@@ -23,5 +30,6 @@ __all__ = [
     "FairScaleShardedStrategy",
     "HybridMixedPrecision",
     "HybridParallelStrategy",
+    "LocalUpdateStrategy",
     "ScaleInvariantSchedule",
 ]
