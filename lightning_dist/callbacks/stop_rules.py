@@ -21,6 +21,7 @@ from lightning_dist.callbacks.notices import Notifier
 from lightning_dist.callbacks.rollback import find_good, keeper_of, restore
 from lightning_dist.callbacks.run_record import record_event
 from lightning_dist.callbacks.run_values import RunValues, values_of
+from lightning_dist.callbacks.stall import unwatched
 from lightning_dist.parallel.flag_exchange import AgreedExit, Flag, FlagExchange
 from lightning_dist.parallel.gradients import local_tensor, norms
 from lightning_dist.rules.evaluate import Firing, RuleBook
@@ -296,7 +297,8 @@ class StopRules(Callback):
                 self._folder.mkdir(parents=True, exist_ok=True)
                 (self._folder / NEXT_LAYOUT).write_text(json.dumps(content) + "\n", encoding="utf-8")
             raise AgreedExit(FALLBACK)
-        answer = self._wait_for_answer(trainer)
+        with unwatched(trainer):
+            answer = self._wait_for_answer(trainer)
         record_event(trainer, "hold answered", answer=answer, rule=evidence["rule"])
         if answer != "yes":
             trainer.should_stop = True
