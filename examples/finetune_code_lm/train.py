@@ -63,9 +63,7 @@ def parse_arguments() -> argparse.Namespace:
         metavar="CHECKPOINT",
         help="go on from it, or from the newest in --output",
     )
-    add(
-        "--survive", action="store_true", help="save every 10 steps, and go on from the newest in --output"
-    )
+    add("--survive", action="store_true", help="save every 10 steps, and go on from the newest in --output")
     add("--kill-at", type=int, metavar="STEP", help="kill rank 1 before that step, once, to see --survive at work")
     add("--prompt", default="def ", help="what the sample at the end begins with (%(default)r)")
     return parser.parse_args()

@@ -153,7 +153,7 @@ def assert_equal(results, wanted):
         ("ddp", 2, {}),
         ("fairscale", 2, {}),
         ("shard=2", 2, {"accumulate": 2}),
-        ("replicate=2", 2, {"workers": 2}),
+        pytest.param("replicate=2", 2, {"workers": 2}, marks=pytest.mark.cluster),
         ("pp=2", 2, {}),
     ],
     ids=lambda value: "-".join(f"{k}{v}" for k, v in value.items()) if isinstance(value, dict) else str(value),

@@ -44,7 +44,7 @@ def test_torchrun_starts_it_again_and_the_weights_are_those_of_an_undisturbed_ru
     assert checkpoint.diff(ends[0].path, ends[1].path) == []
 
 
-@pytest.mark.slow
+@pytest.mark.cluster
 def test_without_restarts_every_rank_ends(tmp_path):
     data = tmp_path / "source.txt"
     data.write_text(Path(argparse.__file__).read_text()[:40000])

@@ -203,7 +203,7 @@ NESTEROV = partial(torch.optim.SGD, lr=0.7, momentum=0.9, nesterov=True)
 # --- numbers ---------------------------------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("world", [1, 2, 3])
+@pytest.mark.parametrize("world", [1, 2, pytest.param(3, marks=pytest.mark.cluster)])
 def test_one_step_averages_are_one_process(pool, world):
     """With momentum too: every worker's momentum is the mean's share. Batch i of worker r is every world-th sample."""
     dataset = data(24 * world)
