@@ -10,13 +10,13 @@ from torch.utils.data import TensorDataset
 
 from lightning_dist import ModelPlan
 from lightning_dist.testing import WorkerError
-from tests.parallel.expert.networks import WIDTH, Network
+from tests.parallel.expert.networks import WIDTH, Network, force_routing
 from tests.strategies.test_context_axis import Masked, fit, one_process
 from tests.strategies.test_data_axes import check as check_weights
 from tests.strategies.test_data_axes import global_steps
 from tests.strategies.test_pipeline_axis import SCHEDULES, check, sizes
 from tests.strategies.test_tensor_axis import LanguageModel
-from tests.strategies.training import Classifier, data, make, merged, reference, worst
+from tests.strategies.training import Classifier, data, make, merged, reference, train, worst
 
 
 class Experts(Classifier):
@@ -131,6 +131,36 @@ def test_beside_tensor_and_pipeline_ranks(pool, layout, accumulate):
     wanted, norms = reference(make(Planned), global_steps(dataset, 4, 2, accumulate), clip=clip)
     settings = {"gradient_clip_val": 0.05, "accumulate_grad_batches": accumulate}
     check(pool, layout, dataset, 4, wanted, norms, factory=Planned, **settings)
+
+
+class Skewed(Deep):
+    """Half of the experts are favoured."""
+
+    routing = "skewed"
+
+    def __init__(self):
+        super().__init__(bias_update_rate=1e-12)  # the bias is there, and moves by nothing that changes a choice
+        force_routing(self.model, self.routing, 0)
+
+
+class AllToOne(Skewed):
+    """All tokens go to the first two of eight experts: the rank with the others computes nothing."""
+
+    routing = "all_to_one"
+
+
+@pytest.mark.parametrize("factory", [Skewed, AllToOne])
+def test_uneven_routing_in_a_pipeline(pool, factory):
+    """C15: a rank without tokens stays in every exchange."""
+    dataset = vectors(32)
+    wanted, norms = reference(make(factory), global_steps(dataset, 4, 2))
+    moved = {name for name in wanted if name.endswith("expert_bias")}
+    results = pool.run(train, 4, "pp=2,shard=2,ep=2", factory, dataset, 4, init_process_group=False, timeout=120)
+    found = merged(results)
+    assert found.keys() == wanted.keys()
+    left = {name: value for name, value in wanted.items() if name not in moved}
+    assert worst({name: found[name] for name in left}, left) < 1e-9
+    assert results[0]["steps"] == len(norms)
 
 
 @pytest.mark.slow
