@@ -6,7 +6,6 @@ import datetime
 import os
 import secrets
 from collections.abc import Callable, Mapping
-from contextlib import suppress
 from functools import partial
 from typing import Any, Literal
 
@@ -499,14 +498,8 @@ class LocalUpdateStrategy(DDPStrategy):
     def on_exception(self, exception: BaseException) -> None:
         """Tells the other workers why this one stops, or says which one's failure it was that reached this one."""
         super().on_exception(exception)
-        if self._crash_watch is None:
-            return
-        lost_connection = isinstance(exception, RuntimeError) and "gloo" in str(exception).lower()
-        notice = self._crash_watch.notice(5.0 if lost_connection else 0.0)
-        if notice is not None:
-            raise RuntimeError(notice) from exception
-        with suppress(RuntimeError):  # The store's host may have gone.
-            agreement.publish_crash(_compat.default_store(), self.global_rank, exception, self.world_size)
+        if self._crash_watch is not None:
+            self._crash_watch.on_failure(exception)
 
     def teardown(self) -> None:
         self.on_validation_end()
