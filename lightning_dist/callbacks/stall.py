@@ -130,7 +130,6 @@ class SyncStallDetector(Callback):
         strategy = trainer.strategy
         self._world, device = trainer.world_size, strategy.root_device
         coordinates = _coordinates(trainer)
-        self._data_size = strategy.layout.data_size if isinstance(strategy, HybridParallelStrategy) else self._world
         # Like Lightning's own callbacks: rank 0's folder counts.
         self._folder = Path(strategy.broadcast(trainer.log_dir or trainer.default_root_dir))
         group = dist.new_group(backend="gloo") if self._world > 1 else None
@@ -213,6 +212,8 @@ class SyncStallDetector(Callback):
     # --- the loop ----------------------------------------------------------------------------------------------------
 
     def on_train_start(self, trainer: Trainer, pl_module: LightningModule) -> None:
+        strategy = trainer.strategy  # its layout="auto" has been decided by now
+        self._data_size = strategy.layout.data_size if isinstance(strategy, HybridParallelStrategy) else self._world
         for optimizer in trainer.optimizers:
             self._optimizer_hooks.append(optimizer.register_step_post_hook(self._after_optimizer))
         if self._watchdog is not None:
